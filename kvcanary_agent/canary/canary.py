@@ -1,0 +1,501 @@
+"""The canary of one pool: what adapters call, once per event and twice per step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from kvcanary_agent.kernels import reference
+from kvcanary_agent.kernels.hashing import chain_seed, mix
+from kvcanary_agent.kernels.plan import Fault, Reads, Rows, Writes, Written
+from kvcanary_agent.kernels.records import Records
+from kvcanary_agent.kernels.ring import ViolationRing
+from kvcanary_agent.settings import Settings
+
+from .layout import KVGroup, KVLayout
+from .ownership import Misuse, Ownership
+from .reporting import Reporter
+from .schedule import Patrol, scrub_schedule
+from .step import ForwardStep, GroupStep
+from .transfers import StoredRecords
+from .violation import CheckCounts, Kind, KVCanaryError, Sink, Violation
+
+RING_CAPACITY = 4096
+# A part of fewer bytes than this may well hold the same bytes for two tokens.
+_TELLING_BYTES = 8
+
+
+class Canary:
+    """Verifies, step by step, that what requests read from a pool is what was written for them.
+
+    Not safe for concurrent use: all calls come from the thread that runs the model's steps.
+    """
+
+    def __init__(self, layout: KVLayout, settings: Settings, sink: Sink) -> None:
+        """Allocate the records.
+
+        Args:
+            layout: The pool.
+            settings: ``mode``, ``content``, ``scrub_period``, ``sweep_slots_per_step`` and ``reveal_tokens`` count.
+            sink: Hears of violations and of every pass of checks.
+        """
+        self.layout = layout
+        self.settings = settings
+        self._sink = sink
+        self._step = 0
+        self._epoch = 0
+        self._counts: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._pending: list[Written] | None = None
+        self._claims: dict[tuple[int, int], _Claim] = {}
+        self._digest: dict[str, int] = {}
+        # In-place updates must work in and outside inference mode, whichever the engine is in now.
+        with torch.inference_mode(False):
+            self._records = [_records_of(group) for group in layout.groups]
+            self._ring = ViolationRing(RING_CAPACITY, layout.device)
+            self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
+        self._stored = [StoredRecords(records) for records in self._records]
+        self._patrols = [Patrol(group) for group in layout.groups]
+        self._reporter = Reporter(layout, self._ownership, sink, settings.reveal_tokens)
+        sink.records_memory(
+            self._ring.num_bytes + sum(records.num_bytes for records in self._records),
+            sum(group.bytes_per_slot * group.num_slots for group in layout.groups),
+        )
+
+    @property
+    def step(self) -> int:
+        """The number of the current step; the first is 1."""
+        return self._step
+
+    # Events
+
+    def allocated(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
+        """The allocator hands these blocks to a request as new: whatever their records say no longer counts."""
+        if not blocks:
+            return
+        self._records[group].block_generation[self._on_device(blocks)] += 1
+        for block in blocks:
+            self._claims.pop((group, block), None)
+        self._misused(group, self._ownership[group].allocated(blocks, request))
+
+    def shared(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
+        """A prefix hit: the request takes one more reference to each of these blocks."""
+        self._misused(group, self._ownership[group].shared(blocks, request))
+
+    def freed(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None, cached: bool = False) -> None:
+        """One reference to each of these blocks is taken back.
+
+        Args:
+            blocks: Block numbers.
+            group: Which group of layers.
+            request: Whose reference; None if that is not known.
+            cached: The contents stay valid for a later `shared`.
+        """
+        self._misused(group, self._ownership[group].freed(blocks, request, cached))
+
+    def copied(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, group: int = 0) -> None:
+        """The engine has copied whole blocks (copy on write, defragmentation): their records travel along.
+
+        All sources are taken as they were before the call.
+        """
+        if not src_blocks:
+            return
+        records = self._records[group]
+        src, dst = self._on_device(src_blocks), self._on_device(dst_blocks)
+        generation = records.generation.view(-1, records.block_size)
+        valid = generation[src] == records.block_generation[src][:, None]
+        for values in records.per_slot:
+            blocks = values.view(-1, records.block_size)
+            blocks[dst] = blocks[src]
+        fingerprints = records.fingerprints.view(records.fingerprints.shape[0], -1, records.block_size)
+        fingerprints[:, dst] = fingerprints[:, src]
+        generation[dst] = torch.where(valid, records.block_generation[dst][:, None], 0)
+
+    def stored(self, key: Hashable, blocks: Sequence[int], *, group: int = 0) -> None:
+        """A copy of these blocks to another tier begins: what their records say now is kept under ``key``."""
+        self._stored[group].keep(key, self._on_device(blocks))
+
+    def loaded(self, key: Hashable, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
+        """What was stored under ``key`` is back, in these blocks: it must be what the kept records describe.
+
+        Call it when the copy has completed. Of an unknown key nothing is known; its slots stay unwritten.
+        """
+        at = self._on_device(blocks)
+        if not self._stored[group].restore(key, at):
+            return
+        owner = self._reporter.number_of(request) if request is not None else 0
+        self._count(
+            "transfer", *reference.verify_transfer(self._records[group], at, owner, self._step, self._ring, group)
+        )
+        self._drain()
+
+    def rolled_back(self, request: str, length: int) -> None:
+        """Tokens of the request from position ``length`` on are rejected: what it wrote there no longer counts."""
+        owner = self._reporter.number_of(request)
+        for ownership, records in zip(self._ownership, self._records, strict=True):
+            size = records.block_size
+            blocks = self._on_device(ownership.table(request)[length // size :])
+            if not blocks.numel():
+                continue
+            slots = blocks[:, None] * size + torch.arange(size, device=records.device)
+            void = (records.owner[slots] == owner) & (records.position[slots] >= length)
+            records.generation[slots[void]] = 0
+
+    def indexed(self, tokens: Sequence[int], block: int, *, group: int = 0, namespace: str | None = None) -> None:
+        """The prefix index claims that ``block`` holds the K/V of the last block of these tokens.
+
+        The claim is checked now if the block is written, otherwise when it will have been.
+        """
+        self._claims[group, block] = _Claim(tuple(tokens), namespace)
+        self._check_claims()
+        self._drain()
+
+    def weights_changed(self) -> None:
+        """The model's weights are others from now on: K/V of before belongs to an earlier epoch."""
+        self._epoch += 1
+
+    def reset(self) -> None:
+        """The pool's contents are gone (sleep and wake, a new pool in the same memory): nothing counts as written."""
+        self._claims.clear()
+        for records in self._records:
+            records.generation.zero_()
+
+    # Steps
+
+    def before_forward(self, step: ForwardStep) -> None:
+        """Enter the step's writes into the records, then verify everything that the step will read.
+
+        Raises:
+            KVCanaryError: In raise mode, if anything is wrong.
+        """
+        start = time.time_ns()
+        self._step += 1
+        shared_rows = self._shared_rows(step)
+        query_lens = (step.query_offsets[1:] - step.query_offsets[:-1]).to(torch.int64)
+        write_rows = torch.repeat_interleave(query_lens)
+        tokens, positions = step.token_ids.to(torch.int64), step.positions.to(torch.int64)
+        expected = self._known_at(step, write_rows, positions)
+        due = []
+        self._pending = []
+        for index, group_step in enumerate(step.groups):
+            rows = self._rows(index, group_step, step, shared_rows)
+            writes = Writes(
+                rows=write_rows,
+                tokens=tokens,
+                positions=positions,
+                slots=group_step.write_slots.to(torch.int64),
+                expected_tokens=expected,
+            )
+            self._pending.append(self._enter_writes(index, rows, writes, group_step))
+            due.append((rows, self._verify_metadata(index, rows, step)))
+        for index, (rows, reads) in enumerate(due):
+            self._verify_content(index, rows, reads)
+        if self.layout.world_size > 1:
+            self._digest = self._digest_of(step, due)
+        self._finish("verify", start)
+
+    def after_forward(self) -> None:
+        """Fingerprint what the step has written, then patrol a part of everything recorded.
+
+        Raises:
+            KVCanaryError: In raise mode, if a write was lost, or the patrol finds anything wrong.
+        """
+        if self._pending is None:
+            return
+        start = time.time_ns()
+        pending, self._pending = self._pending, None
+        if self._claims:
+            self._check_claims()
+        if self.settings.content != "off":
+            for index, written in enumerate(pending):
+                self._record_content(index, written)
+        self._finish("record", start)
+        if self.settings.content != "off" and self.settings.sweep_slots_per_step:
+            start = time.time_ns()
+            for index, patrol in enumerate(self._patrols):
+                patrol.advance(self.settings.sweep_slots_per_step, _Check(self, index))
+            self._finish("sweep", start)
+
+    def abandon_step(self) -> None:
+        """The forward did not complete: nobody knows what it has written, so its slots count as unwritten."""
+        pending, self._pending = self._pending or [], None
+        for index, written in enumerate(pending):
+            self._records[index].generation[written.slots] = 0
+
+    def sweep(self) -> None:
+        """Patrol over everything recorded, once, now.
+
+        Raises:
+            KVCanaryError: In raise mode, if anything is wrong.
+        """
+        start = time.time_ns()
+        for index, group in enumerate(self.layout.groups):
+            check = _Check(self, index)
+            for part in range(len(group.parts)):
+                check(0, group.num_blocks, part)
+        self._finish("sweep", start)
+
+    def digest(self) -> dict[str, int]:
+        """What each request of the last step was going to read, in one number; empty if there is one rank only.
+
+        Ranks that agree have equal digests: it covers blocks, positions, chains and whether the slots were written.
+        """
+        return self._digest
+
+    def disagree(self, expected: dict[str, int]) -> None:
+        """Report each request of the last step whose digest is not that of the other ranks."""
+        for request in sorted(self._digest.keys() | expected.keys()):
+            own, others = self._digest.get(request), expected.get(request)
+            if own == others:
+                continue
+            self._reporter.report(
+                Violation(
+                    kind=Kind.RANK,
+                    pool=self.layout.pool,
+                    group=self.layout.groups[0].name,
+                    slot=-1,
+                    block=-1,
+                    offset=-1,
+                    step=self._step,
+                    request=request,
+                    expected=None if others is None else f"{others & (2**64 - 1):016x}",
+                    found=None if own is None else f"{own & (2**64 - 1):016x}",
+                    detail=f"rank {self.layout.rank} of {self.layout.world_size} reads something else than the others",
+                )
+            )
+
+    def close(self) -> None:
+        """Let go of the engine's tensors; no other call may follow."""
+        self._pending = None
+        self._records, self._stored, self._patrols = [], [], []
+
+    # Parts of a step
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.layout.device)
+
+    def _shared_rows(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the rows of all groups have in common: owners, anchors, seeds and prefix lengths."""
+        device = self.layout.device
+        namespaces = step.namespaces or [None] * len(step.requests)
+        owners = [self._reporter.number_of(request) for request in step.requests]
+        anchors = [self._reporter.anchor_of(namespace, self._epoch) for namespace in namespaces]
+        seeds = [chain_seed(namespace, self._epoch) for namespace in namespaces]
+        return (
+            torch.tensor(owners, dtype=torch.int32, device=device),
+            torch.tensor(anchors, dtype=torch.int32, device=device),
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+            step.prefix_lens.to(torch.int64),
+        )
+
+    def _rows(
+        self,
+        index: int,
+        group_step: GroupStep,
+        step: ForwardStep,
+        shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> Rows:
+        owners, anchors, seeds, prefix_lens = shared
+        ownership = self._ownership[index]
+        return Rows(
+            step=self._step,
+            owners=owners,
+            anchors=anchors,
+            seeds=seeds,
+            prefix_lens=prefix_lens,
+            block_table=group_step.block_table.to(torch.int64),
+            held=ownership.held if self.layout.reports_ownership else None,
+            held_rows=self._on_device(ownership.rows(step.requests)),
+            references=ownership.references,
+        )
+
+    def _known_at(self, step: ForwardStep, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        known = step.known_tokens
+        if known is None:
+            return None
+        return reference.known_at(known.tokens, known.rows, known.lengths, rows, positions)
+
+    def _enter_writes(self, index: int, rows: Rows, writes: Writes, group_step: GroupStep) -> Written:
+        records = self._records[index]
+        failed = reference.check_writes(records, rows, writes, self._ring, index)
+        if group_step.pad_slots is not None and group_step.pad_slots.numel():
+            failed |= reference.check_padding(
+                records,
+                group_step.pad_slots.to(torch.int64),
+                self.layout.groups[index].null_block,
+                self._step,
+                self._ring,
+                index,
+            )
+        self._count("write", writes.slots.shape[0], sum(failed.values()))
+        if self.settings.content == "full":
+            slots = writes.slots
+            reference.remeasure(records, slots[(slots >= 0) & (slots < records.num_slots)])
+        return reference.enter_writes(records, rows, writes, self._ring, index)
+
+    def _verify_metadata(self, index: int, rows: Rows, step: ForwardStep) -> Reads:
+        records = self._records[index]
+        reads = reference.plan_reads(records, rows, self.layout.groups[index].window)
+        expected = self._known_at(step, reads.rows[:, None], reads.positions)
+        failed = reference.verify_metadata(records, rows, reads, expected, self._ring, index)
+        slots = int(reads.live.sum())
+        self._count("address", slots, failed.get(Fault.READ_ADDRESS, 0))
+        if rows.held is not None:
+            self._count("ownership", slots, failed.get(Fault.READ_NOT_HELD, 0))
+        self._count("unwritten", slots, failed.get(Fault.UNWRITTEN, 0))
+        self._count("position", slots, failed.get(Fault.POSITION, 0))
+        if expected is not None:
+            self._count("token", slots, failed.get(Fault.TOKEN, 0))
+        self._count("chain", slots, failed.get(Fault.CHAIN, 0) + failed.get(Fault.ANCHOR, 0))
+        return reads
+
+    def _verify_content(self, index: int, rows: Rows, reads: Reads) -> None:
+        parts = len(self.layout.groups[index].parts)
+        due: list[tuple[int, tuple[int, int]]] = []
+        if self.settings.content == "full":
+            due = [(part, (0, 1)) for part in range(parts)]
+        elif self.settings.content == "scrub":
+            due = scrub_schedule(self._step, parts, self.settings.scrub_period)
+        for part, block_class in due:
+            self._count(
+                "content",
+                *reference.verify_content(self._records[index], rows, reads, part, self._ring, index, block_class),
+            )
+
+    def _record_content(self, index: int, written: Written) -> None:
+        group, records = self.layout.groups[index], self._records[index]
+        if written.slots.numel():
+            for fault, counts in reference.record_content(records, written, self._ring, index).items():
+                self._count(fault.name.lower(), *counts)
+        if group.null_block is None:
+            return
+        parts = len(group.parts)
+        due = range(parts) if self.settings.content == "full" else [self._step % parts]
+        for part in due:
+            self._count(
+                "nonfinite",
+                *reference.check_null_block(records, part, group.null_block, self._step, self._ring, index),
+            )
+
+    def _check_claims(self) -> None:
+        """Compare what the prefix index claims with the records, for the blocks that are written by now."""
+        for (group, block), claim in list(self._claims.items()):
+            records = self._records[group]
+            size = records.block_size
+            slots = slice(block * size, (block + 1) * size)
+            if bool((records.generation[slots] != records.block_generation[block]).any()):
+                continue
+            del self._claims[group, block]
+            epoch = self._reporter.anchor(int(records.anchor[slots.stop - 1]))[1]
+            tokens = self._on_device(claim.tokens)
+            chain = mix(tokens, torch.arange(len(claim.tokens), device=tokens.device)).sum()
+            chain = chain + chain_seed(claim.namespace, epoch)
+            found = records.chain_after[slots.stop - 1]
+            self._count("index", size, 0 if bool(chain == found) else size)
+            if bool(chain != found):
+                self._report_claim(group, block, int(chain), int(found), slots)
+
+    def _report_claim(self, group: int, block: int, chain: int, found: int, slots: slice) -> None:
+        records = self._records[group]
+        self._reporter.report(
+            Violation(
+                kind=Kind.INDEX,
+                pool=self.layout.pool,
+                group=self.layout.groups[group].name,
+                slot=slots.start,
+                block=block,
+                offset=0,
+                step=self._step,
+                expected=f"{chain & (2**64 - 1):016x}",
+                found=f"{found & (2**64 - 1):016x}",
+                writer=self._reporter.name_of(int(records.owner[slots.start])),
+                written_step=int(records.step[slots.start]),
+                block_history=self._ownership[group].history(block),
+                detail="the prefix index promises the K/V of other tokens than the block holds",
+            )
+        )
+
+    def _digest_of(self, step: ForwardStep, due: Sequence[tuple[Rows, Reads]]) -> dict[str, int]:
+        total = torch.zeros(len(step.requests), dtype=torch.int64, device=self.layout.device)
+        for records, (rows, reads) in zip(self._records, due, strict=True):
+            total = total * 31 + reference.digest(records, rows, reads)
+        return dict(zip(step.requests, total.tolist(), strict=True))
+
+    # Reports
+
+    def _count(self, check: str, slots: int, failed: int) -> None:
+        self._counts[check] += slots
+        self._failed[check] += failed
+
+    def _misused(self, group: int, misuses: list[Misuse]) -> None:
+        if misuses and self.layout.reports_ownership:
+            self._reporter.misuses(group, self._step, misuses)
+
+    def _drain(self) -> None:
+        entries, lost = self._ring.drain()
+        self._reporter.faults(entries)
+        if lost:
+            self._sink.lost_violations(lost)
+
+    def _finish(self, phase: str, start_ns: int) -> None:
+        entries, lost = self._ring.drain()
+        self._reporter.faults(entries)
+        if lost:
+            self._sink.lost_violations(lost)
+        counts = CheckCounts(slots={check: (slots, self._failed[check]) for check, slots in self._counts.items()})
+        self._counts.clear()
+        self._failed.clear()
+        violations = self._reporter.take()
+        self._sink.pass_finished(phase, self._step, start_ns, time.time_ns(), counts, violations)
+        if self.settings.mode == "raise" and (entries or violations):
+            raise KVCanaryError(list(violations) or [self._reporter.decode(entry) for entry in entries])
+
+
+class _Check:
+    """Patrols a run of blocks of one group."""
+
+    def __init__(self, canary: Canary, group: int) -> None:
+        self._canary, self._group = canary, group
+
+    def __call__(self, first_block: int, num_blocks: int, part: int) -> None:
+        canary, group = self._canary, self._group
+        canary._count(
+            "content",
+            *reference.patrol(canary._records[group], first_block, num_blocks, part, canary._ring, group, canary._step),
+        )
+
+
+class _Claim:
+    """What the prefix index says about a block."""
+
+    def __init__(self, tokens: tuple[int, ...], namespace: str | None) -> None:
+        self.tokens, self.namespace = tokens, namespace
+
+
+def _records_of(group: KVGroup) -> Records:
+    return Records(
+        [part.view for part in group.parts],
+        group.block_size,
+        [part.number_type or part.view.dtype for part in group.parts],
+        ["scale" not in part.part and part.bytes_per_slot >= _TELLING_BYTES for part in group.parts],
+    )
+
+
+def compare_ranks(canaries: Sequence[Canary]) -> None:
+    """Report, through its own sink, every rank whose last step read something else than most ranks did.
+
+    Where there is no majority, every rank is reported.
+    """
+    digests = [canary.digest() for canary in canaries]
+    votes = Counter(tuple(sorted(digest.items())) for digest in digests)
+    if len(votes) < 2:
+        return
+    (winner, most), (_, next_most) = votes.most_common(2)
+    for canary, digest in zip(canaries, digests, strict=True):
+        if most > next_most:
+            canary.disagree(dict(winner))
+        else:
+            canary.disagree(next(other for other in digests if other != digest))

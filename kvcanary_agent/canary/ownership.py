@@ -1,0 +1,172 @@
+"""Who holds which block, followed from the allocator's events."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+# How many past holders of a block are remembered, for reports, and how many requests that hold nothing any more.
+_REMEMBERED_HOLDERS = 4
+_REMEMBERED_ENDED = 1 << 16
+# The row of `held` of every request that has given everything back: it stays False.
+_HOLDS_NOTHING = 0
+
+
+@dataclass(slots=True)
+class _Block:
+    references: int = 0
+    holders: list[str] = field(default_factory=list)
+    cached: bool = False
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_HOLDERS))
+
+
+@dataclass(frozen=True, slots=True)
+class Misuse:
+    """An event that the allocator's own rules forbid."""
+
+    block: int
+    request: str | None
+    other: str | None
+    detail: str
+
+
+class Ownership:
+    """The state of each block of one group: how many references, whose, and whether it is cached.
+
+    A block is known from its first event on; nothing is said about blocks and requests never heard of, so that an
+    agent that attaches late, or an adapter without these events, reports nothing wrong.
+
+    Attributes:
+        held: ``[rows, blocks]`` bool on the pool's device: the request of that row holds the block.
+        references: ``[blocks]`` int32 on the pool's device.
+    """
+
+    def __init__(self, num_blocks: int, null_block: int | None, device: torch.device) -> None:
+        self._null_block = null_block
+        self._blocks: dict[int, _Block] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._row_of: dict[str, int] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._free_rows: list[int] = []
+        self._rows_used = 1
+        self.held = torch.zeros((16, num_blocks), dtype=torch.bool, device=device)
+        self.references = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+
+    def allocated(self, blocks: Sequence[int], request: str | None) -> list[Misuse]:
+        """The allocator hands blocks out as new; whoever held one of them before has lost it."""
+        misuses = []
+        for number in blocks:
+            block = self._blocks.setdefault(number, _Block())
+            if number == self._null_block:
+                misuses.append(Misuse(number, request, None, "the null block was handed out"))
+            if block.references > 0:
+                other = block.holders[-1] if block.holders else None
+                misuses.append(Misuse(number, request, other, "handed out while it is held: double allocation"))
+                for holder in block.holders:
+                    self._set_held(holder, number, False)
+            block.references, block.holders, block.cached = 0, [], False
+            self._hold(number, block, request)
+        self._count(blocks)
+        return misuses
+
+    def shared(self, blocks: Sequence[int], request: str | None) -> list[Misuse]:
+        """A prefix hit adds a reference to each block."""
+        misuses = []
+        for number in blocks:
+            block = self._blocks.get(number)
+            if block is None:
+                block = self._blocks[number] = _Block()
+            elif block.references == 0 and not block.cached:
+                last = block.history[-1] if block.history else None
+                misuses.append(Misuse(number, request, last, "shared after it was freed and not cached"))
+            self._hold(number, block, request)
+        self._count(blocks)
+        return misuses
+
+    def freed(self, blocks: Sequence[int], request: str | None, cached: bool) -> list[Misuse]:
+        """References are taken back; without a request it is not known whose."""
+        misuses = []
+        for number in blocks:
+            block = self._blocks.get(number)
+            if block is None:
+                continue
+            if block.references == 0:
+                last = block.history[-1] if block.history else None
+                misuses.append(Misuse(number, request, last, "freed although nobody holds it: double free"))
+                continue
+            if request is not None and request not in block.holders:
+                other = block.holders[-1] if block.holders else None
+                misuses.append(Misuse(number, request, other, "freed by a request that does not hold it"))
+                continue
+            block.references -= 1
+            block.cached = block.cached or cached
+            if request is not None:
+                block.holders.remove(request)
+                if request not in block.holders:
+                    self._set_held(request, number, False)
+            if block.references == 0:
+                for holder in block.holders:
+                    self._set_held(holder, number, False)
+                block.holders = []
+        if request is not None:
+            self._forget_if_empty(request)
+        self._count(blocks)
+        return misuses
+
+    def rows(self, requests: Sequence[str]) -> list[int]:
+        """The row of ``held`` for each request; -1 for a request that no event has named."""
+        return [self._row_of.get(request, _HOLDS_NOTHING if request in self._ended else -1) for request in requests]
+
+    def table(self, request: str) -> Sequence[int]:
+        """The blocks handed to a request, in order, as far as events have told."""
+        return self._tables.get(request, ())
+
+    def history(self, block: int) -> tuple[str, ...]:
+        """The last requests that the block was handed to or shared with, oldest first."""
+        known = self._blocks.get(block)
+        return tuple(known.history) if known else ()
+
+    def _hold(self, number: int, block: _Block, request: str | None) -> None:
+        block.references += 1
+        if request is None:
+            return
+        block.holders.append(request)
+        block.history.append(request)
+        self._tables.setdefault(request, []).append(number)
+        if request not in self._row_of:
+            self._row_of[request] = self._take_row()
+            self._ended.pop(request, None)
+        self._set_held(request, number, True)
+
+    def _take_row(self) -> int:
+        if self._free_rows:
+            return self._free_rows.pop()
+        row = self._rows_used
+        self._rows_used += 1
+        if row == self.held.shape[0]:
+            self.held = torch.cat([self.held, torch.zeros_like(self.held)])
+        return row
+
+    def _set_held(self, request: str, block: int, held: bool) -> None:
+        row = self._row_of.get(request)
+        if row is not None:
+            self.held[row, block] = held
+
+    def _forget_if_empty(self, request: str) -> None:
+        table = self._tables.get(request)
+        if table is None or any(request in self._blocks[number].holders for number in table):
+            return
+        del self._tables[request]
+        self._free_rows.append(self._row_of.pop(request))
+        self._ended[request] = None
+        if len(self._ended) > _REMEMBERED_ENDED:
+            self._ended.popitem(last=False)
+
+    def _count(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            counts = [self._blocks[number].references if number in self._blocks else 0 for number in blocks]
+            at = torch.tensor(blocks, device=self.references.device)
+            self.references[at] = torch.tensor(counts, dtype=torch.int32, device=self.references.device)

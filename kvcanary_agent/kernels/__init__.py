@@ -1,0 +1,1 @@
+"""The device work of the canary: hashes, records, comparisons and the violation ring."""

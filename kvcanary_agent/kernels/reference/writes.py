@@ -1,0 +1,220 @@
+"""Before a forward: will every token be written where it belongs, and who writes what?"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcanary_agent.kernels.hashing import mix
+from kvcanary_agent.kernels.plan import Fault, Rows, Writes, Written
+from kvcanary_agent.kernels.records import Records
+from kvcanary_agent.kernels.ring import ViolationRing
+
+from .reporting import append
+
+
+def check_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRing, group: int) -> dict[Fault, int]:
+    """Check every write against block table, holder, position and known token, before it happens.
+
+    Returns:
+        How many writes failed, by fault.
+    """
+    size = records.block_size
+    width = rows.block_table.shape[1]
+    column = writes.positions // size
+    in_table = (column >= 0) & (column < width)
+    table_block = rows.block_table[writes.rows, column.clamp(0, width - 1)]
+    expected = torch.where(in_table, table_block * size + writes.positions % size, -1)
+    written = (writes.slots >= 0) & (writes.slots < records.num_slots)
+    slots = torch.where(written, writes.slots, 0)
+    blocks = slots // size
+
+    address = ((writes.slots != expected) & (writes.slots != -1)) | (writes.slots >= records.num_slots)
+    not_held = rows.not_held(writes.rows, blocks)
+    stranger = torch.zeros_like(address) if not_held is None else not_held & written
+    shared = (
+        (rows.references[blocks] > 1)
+        & written
+        & (records.generation[slots] == records.block_generation[blocks])
+        & ((records.token[slots] != writes.tokens) | (records.position[slots] != writes.positions))
+    )
+    first = torch.ones_like(writes.rows, dtype=torch.bool)
+    first[1:] = writes.rows[1:] != writes.rows[:-1]
+    index = torch.arange(writes.rows.shape[0], device=slots.device)
+    in_row = index - torch.where(first, index, 0).cummax(0).values
+    wanted = rows.prefix_lens[writes.rows] + in_row
+    position = writes.positions != wanted
+    token = torch.zeros_like(address)
+    if writes.expected_tokens is not None:
+        token = (writes.expected_tokens >= 0) & (writes.expected_tokens != writes.tokens)
+
+    if not bool((address | stranger | shared | position | token).any()):
+        return {}
+    counts: dict[Fault, int] = {}
+    sound = torch.ones_like(address)
+
+    def report(fault: Fault, mask: torch.Tensor, want: torch.Tensor, have: torch.Tensor) -> None:
+        mask = mask & sound
+        count = int(mask.sum())
+        if not count:
+            return
+        counts[fault] = count
+        sound.logical_and_(~mask)
+        append(
+            ring,
+            records,
+            fault=fault,
+            group=group,
+            step=rows.step,
+            owner=rows.owners[writes.rows[mask]],
+            position=writes.positions[mask],
+            slot=writes.slots[mask],
+            part=-1,
+            expected=want[mask],
+            found=have[mask],
+        )
+
+    report(Fault.WRITE_ADDRESS, address, expected, writes.slots)
+    report(Fault.WRITE_NOT_HELD, stranger, blocks, blocks)
+    report(Fault.WRITE_SHARED, shared, records.token[slots].to(torch.int64), writes.tokens)
+    report(Fault.WRITE_POSITION, position, wanted, writes.positions)
+    if writes.expected_tokens is not None:
+        report(Fault.WRITE_TOKEN, token, writes.expected_tokens, writes.tokens)
+    return counts
+
+
+def check_padding(
+    records: Records, slots: torch.Tensor, null_block: int | None, step: int, ring: ViolationRing, group: int
+) -> dict[Fault, int]:
+    """Check where rows beyond the batch write: nowhere (-1) or to the null block.
+
+    Args:
+        slots: ``[any]`` int64.
+
+    Returns:
+        How many slots failed, by fault.
+    """
+    blocks = torch.div(slots, records.block_size, rounding_mode="floor")
+    wrong = slots != -1
+    if null_block is not None:
+        wrong &= blocks != null_block
+    inside = (slots >= 0) & (slots < records.num_slots)
+    at, of_block = torch.where(inside, slots, 0), torch.where(inside, blocks, 0)
+    live = wrong & inside & (records.generation[at] == records.block_generation[of_block])
+    counts = {}
+    for fault, mask in ((Fault.PAD_LIVE, live), (Fault.PAD_OUTSIDE, wrong & ~live)):
+        count = int(mask.sum())
+        if not count:
+            continue
+        counts[fault] = count
+        append(
+            ring,
+            records,
+            fault=fault,
+            group=group,
+            step=step,
+            owner=0,
+            position=-1,
+            slot=slots[mask],
+            part=-1,
+            expected=-1,
+            found=slots[mask],
+        )
+    return counts
+
+
+def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRing, group: int) -> Written:
+    """Record who writes what where in this step, before the forward: every field but the fingerprints.
+
+    Entered before reads are verified, because a row may read what another row writes in the same step: every layer
+    writes before it reads. Two rows that write different tokens to one slot are a violation; the same token at the
+    same position is legal (a fully cached prompt recomputes its last token into a shared block).
+    """
+    landed = (writes.slots >= 0) & (writes.slots < records.num_slots)
+    if not bool(landed.all()):
+        writes = Writes(
+            rows=writes.rows[landed],
+            tokens=writes.tokens[landed],
+            positions=writes.positions[landed],
+            slots=writes.slots[landed],
+            expected_tokens=None,
+        )
+    slots = writes.slots
+    owners = rows.owners[writes.rows]
+    tokens, positions = writes.tokens.to(torch.int32), writes.positions.to(torch.int32)
+    recorded = records.step[slots] > 0
+    other_token = recorded & (records.token[slots] != tokens)
+    written = Written(
+        step=rows.step,
+        slots=slots,
+        owners=owners,
+        positions=writes.positions,
+        other_token=other_token,
+        other_write=~recorded | other_token | (records.position[slots] != positions),
+    )
+    records.token[slots] = tokens
+    records.position[slots] = positions
+    records.owner[slots] = owners
+    records.anchor[slots] = rows.anchors[writes.rows]
+    records.step[slots] = rows.step
+    records.generation[slots] = records.block_generation[slots // records.block_size]
+    records.fingerprinted[slots] = False
+    order = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
+    records.order[slots] = order
+    winner = records.order[slots]
+    overwritten = (winner != order) & ((tokens != tokens[winner]) | (positions != positions[winner]))
+    if bool(overwritten.any()):
+        append(
+            ring,
+            records,
+            fault=Fault.WRITE_TWICE,
+            group=group,
+            step=rows.step,
+            owner=owners[overwritten],
+            position=writes.positions[overwritten],
+            slot=slots[overwritten],
+            part=-1,
+            expected=tokens[overwritten],
+            found=tokens[winner[overwritten]],
+        )
+
+    added = mix(writes.tokens, writes.positions)
+    before = added.cumsum(0) - added
+    first = torch.ones_like(writes.rows, dtype=torch.bool)
+    first[1:] = writes.rows[1:] != writes.rows[:-1]
+    starts = torch.zeros(rows.owners.shape[0], dtype=torch.int64, device=slots.device)
+    starts[writes.rows[first]] = before[first]
+    in_row = before - starts[writes.rows]
+    chain = _chain_bases(records, rows, writes, in_row + added)[writes.rows] + in_row
+    records.chain[slots] = chain
+    records.chain_after[slots] = chain + added
+    return written
+
+
+def _chain_bases(records: Records, rows: Rows, writes: Writes, after_in_row: torch.Tensor) -> torch.Tensor:
+    """The chain before each row's first new token, ``[rows]`` int64.
+
+    It is the chain after the row's last prefix token. If that token is written in this very step by another row (a
+    prefix hit on blocks still being computed), that row's base is added to what the row has summed up to there; such
+    rows form a forest, whose paths are halved until every row hangs from a resolved one.
+
+    Args:
+        after_in_row: ``[tokens]`` int64: the sum over the row's new tokens up to and including each.
+    """
+    size = records.block_size
+    last = rows.prefix_lens - 1
+    column = (last // size).clamp(0, rows.block_table.shape[1] - 1)
+    block = rows.block_table.gather(1, column[:, None]).flatten().clamp(0, records.num_blocks - 1)
+    slot = block * size + last.clamp(min=0) % size
+    base = torch.where(last < 0, rows.seeds, records.chain_after[slot])
+
+    pending = (last >= 0) & (records.step[slot] == rows.step)
+    if not bool(pending.any()):
+        return base
+    writer = torch.where(pending, records.order[slot], 0).to(torch.int64)
+    parent = torch.where(pending, writes.rows[writer], -1)
+    base = torch.where(pending, after_in_row[writer], base)
+    for _ in range(rows.owners.shape[0].bit_length()):
+        ancestor = parent.clamp(min=0)
+        base = torch.where(parent >= 0, base + base[ancestor], base)
+        parent = torch.where(parent >= 0, parent[ancestor], -1)
+    return base
