@@ -79,11 +79,15 @@ class Canary:
         self._records[group].block_generation[self._on_device(blocks)] += 1
         for block in blocks:
             self._claims.pop((group, block), None)
+        if not self.layout.reports_ownership:
+            self._ownership[group].remember(blocks, request)
+            return
         self._misused(group, self._ownership[group].allocated(blocks, request))
 
     def shared(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
         """A prefix hit: the request takes one more reference to each of these blocks."""
-        self._misused(group, self._ownership[group].shared(blocks, request))
+        if self.layout.reports_ownership:
+            self._misused(group, self._ownership[group].shared(blocks, request))
 
     def freed(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None, cached: bool = False) -> None:
         """One reference to each of these blocks is taken back.
@@ -94,7 +98,8 @@ class Canary:
             request: Whose reference; None if that is not known.
             cached: The contents stay valid for a later `shared`.
         """
-        self._misused(group, self._ownership[group].freed(blocks, request, cached))
+        if self.layout.reports_ownership:
+            self._misused(group, self._ownership[group].freed(blocks, request, cached))
 
     def copied(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, group: int = 0) -> None:
         """The engine has copied whole blocks (copy on write, defragmentation): their records travel along.
@@ -133,7 +138,10 @@ class Canary:
         self._drain()
 
     def rolled_back(self, request: str, length: int) -> None:
-        """Tokens of the request from position ``length`` on are rejected: what it wrote there no longer counts."""
+        """Tokens of the request from position ``length`` on are rejected: what it wrote there no longer counts.
+
+        Its blocks are those that `allocated` and `shared` have told of, so this needs ``reports_ownership``.
+        """
         owner = self._reporter.number_of(request)
         for ownership, records in zip(self._ownership, self._records, strict=True):
             size = records.block_size
@@ -431,7 +439,7 @@ class Canary:
         self._failed[check] += failed
 
     def _misused(self, group: int, misuses: list[Misuse]) -> None:
-        if misuses and self.layout.reports_ownership:
+        if misuses:
             self._reporter.misuses(group, self._step, misuses)
 
     def _drain(self) -> None:

@@ -55,6 +55,12 @@ class Ownership:
         self.held = torch.zeros((16, num_blocks), dtype=torch.bool, device=device)
         self.references = torch.zeros(num_blocks, dtype=torch.int32, device=device)
 
+    def remember(self, blocks: Sequence[int], request: str | None) -> None:
+        """Note for reports, and for nothing else, that blocks were handed to a request."""
+        if request is not None:
+            for number in blocks:
+                self._blocks.setdefault(number, _Block()).history.append(request)
+
     def allocated(self, blocks: Sequence[int], request: str | None) -> list[Misuse]:
         """The allocator hands blocks out as new; whoever held one of them before has lost it."""
         misuses = []
