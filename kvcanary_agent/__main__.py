@@ -1,0 +1,55 @@
+"""The command line, ``python -m kvcanary_agent`` and ``kvcanary-agent``."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from kvcanary_agent import __version__
+
+
+def _run(arguments: list[str]) -> int:
+    from kvcanary_agent.activation import launcher
+
+    return launcher.main(arguments)
+
+
+def _demo(arguments: list[str]) -> int:
+    from kvcanary_agent.demo import command
+
+    return command.main(arguments)
+
+
+# Each imports what it needs when it is chosen: `run` must not wait for torch.
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "run": (_run, "run a program with the agent in it"),
+    "demo": (_demo, "see the agent catch a corrupted KV cache"),
+}
+
+
+def _usage() -> str:
+    lines = ["usage: kvcanary-agent COMMAND ...", "       kvcanary-agent --version | --help", ""]
+    lines += [f"  {name:<8} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join([*lines, "", "kvcanary-agent COMMAND --help says more about one of them.", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv` (``sys.argv[1:]``) and return its exit status: 2 when there is no such command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        sys.stderr.write(_usage())
+        return 2
+    name = arguments[0]
+    if name in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"kvcanary-agent {__version__}\n")
+        return 0
+    if name not in COMMANDS:
+        sys.stderr.write(f"kvcanary-agent: unknown command {name!r}; there are {', '.join(COMMANDS)}\n")
+        return 2
+    command, _ = COMMANDS[name]
+    return command(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Bring an adapter and the module it patches together, and never let a failure of that reach the server.
+
+An adapter is an object with ``patch(module)`` and, if it is a user's own, ``targets``: the names of the modules that it
+is to be called for. ``KVCANARY_ADAPTERS`` lists the adapters to use, and nothing else is used; unset, it is every
+built-in one. Its entries are parsed by `kvcanary_agent.settings`:
+
+- ``vllm``: a built-in adapter, by the name of its module in ``kvcanary_agent.adapters``;
+- ``/path/to/adapter.py`` or ``./adapter.py``: a file, itself the adapter. A relative path counts from the working
+  directory of the process that loads it (the launcher makes it absolute). The leading ``./`` is required, so that no
+  file of the working directory is executed for having the name of something else;
+- ``package.module:attribute``: imported as any module is, when the agent is installed. Through the launcher and
+  sitecustomize that is before Python puts the script's folder or the working directory on ``sys.path``.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvcanary_agent.settings import Settings
+
+_log = logging.getLogger("kvcanary_agent")
+
+
+def warn(message: str) -> None:
+    """One line in the server's own log."""
+    _log.warning("kvcanary_agent: %s", message)
+
+
+def chosen_adapters(builtin: Mapping[str, list[object]], environ: Mapping[str, str]) -> dict[str, list[object]]:
+    """For each target module the adapters that ``KVCANARY_ADAPTERS`` asks for.
+
+    `builtin` has them all: target module -> names of adapter modules. An adapter that cannot be loaded is one warning.
+    """
+    chosen: dict[str, list[object]] = {}
+    settings, messages = Settings.tolerant({"KVCANARY_ADAPTERS": environ["KVCANARY_ADAPTERS"]})
+    for message in messages:
+        warn(message)
+    if not settings.adapters:
+        return dict(builtin)
+    for entry in settings.adapters:
+        if entry.endswith(".py") or ":" in entry:
+            try:
+                adapter = _load_file(entry) if entry.endswith(".py") else _load_attribute(entry)
+                targets = _targets_of(adapter)
+            except (Exception, SystemExit) as error:
+                warn(f"the adapter {entry} of KVCANARY_ADAPTERS cannot be loaded: {_describe(error)}")
+                continue
+            for target in targets:
+                chosen.setdefault(target, []).append(adapter)
+        else:
+            for target, modules in builtin.items():
+                if f"kvcanary_agent.adapters.{entry}" in modules:
+                    chosen.setdefault(target, []).append(f"kvcanary_agent.adapters.{entry}")
+    return chosen
+
+
+def attach(module: object, name: str, adapters: Iterable[object]) -> None:
+    """Have each adapter patch the imported `module`. A built-in adapter is given by the name of its own module."""
+    for adapter in adapters:
+        _attach_one(module, name, adapter)
+
+
+def attach_imported(name: str, adapters: Iterable[object]) -> None:
+    """The same for a module that was in ``sys.modules`` before the hook; one in the making is waited for."""
+    if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+        try:
+            importlib.import_module(name)  # waits for the thread that imports it
+        except Exception:
+            return  # that import's own failure, reported where it belongs
+    module = sys.modules.get(name)
+    if module is not None:
+        attach(module, name, adapters)
+
+
+def _attach_one(module: object, name: str, adapter: Any) -> None:
+    try:
+        patcher = importlib.import_module(adapter) if isinstance(adapter, str) else adapter
+        patcher.patch(module)
+    except (Exception, SystemExit) as error:
+        label = adapter if isinstance(adapter, str) else getattr(adapter, "__name__", repr(adapter))
+        warn(f"{label} did not patch {name}, which goes on without it: {_describe(error)}")
+        _log.debug("traceback of the above", exc_info=True)
+
+
+def _load_file(entry: str) -> object:
+    path = os.path.realpath(entry)
+    # Not a name that any import statement can ask for.
+    name = f"kvcanary_agent adapter {path}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python source file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_attribute(entry: str) -> object:
+    module_name, _, attribute = entry.partition(":")
+    found: object = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _targets_of(adapter: object) -> list[str]:
+    targets = getattr(adapter, "targets", None)
+    if not callable(getattr(adapter, "patch", None)):
+        raise TypeError("it has no function patch(module)")
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
+        raise TypeError(f"its targets must be an iterable of module names, not {targets!r}")
+    return [str(target) for target in targets]
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

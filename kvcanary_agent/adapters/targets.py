@@ -1,0 +1,9 @@
+BUILTIN: dict[str, str] = {
+    "vllm.v1.worker.gpu_model_runner": "kvcanary_agent.adapters.vllm",
+    "vllm.v1.worker.gpu.model_runner": "kvcanary_agent.adapters.vllm",
+    "vllm.v1.worker.gpu_worker": "kvcanary_agent.adapters.vllm",
+    "kvcanary_agent.demo.engine": "kvcanary_agent.adapters.demo",
+}
+"""The module of each engine that has to be patched, and the adapter module whose ``patch(module)`` does it.
+
+Read at the start of every process: it imports nothing."""
