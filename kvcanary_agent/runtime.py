@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvcanary_agent.canary import Canary, KVCanaryError, KVLayout
+from kvcanary_agent.activation.patching import Around, patch_method
+from kvcanary_agent.canary import Canary, KVCanaryError, KVLayout, Sink
 from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
     from kvcanary_agent.telemetry import Telemetry
 
-__all__ = ["FailOpen", "KVCanaryError", "covered", "not_covered", "open_canary", "telemetry"]
+__all__ = ["FailOpen", "KVCanaryError", "covered", "not_covered", "open_canary", "patch_class", "telemetry"]
 
 log = logging.getLogger("kvcanary_agent")
 
@@ -46,6 +48,26 @@ def telemetry() -> Telemetry:
     return _telemetry
 
 
+def patch_class(engine: str, cls: type, arounds: Mapping[str, Around]) -> bool:
+    """Patch methods of an engine's class, or, if one of them cannot be patched, say so; whether all are patched.
+
+    Args:
+        engine: The engine's name.
+        cls: The class; a method that it inherits is patched in the class that owns it.
+        arounds: Method name -> what runs instead, see `kvcanary_agent.activation.patching`.
+    """
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        for method, around in arounds.items():
+            patch_method(cls, method, around)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        telemetry().patched(engine, name, "failed")
+        not_covered(engine, name, str(error))
+        return False
+    telemetry().patched(engine, name, "patched")
+    return True
+
+
 def open_canary(layout: KVLayout) -> Canary | None:
     """Start to watch a pool.
 
@@ -61,7 +83,7 @@ def open_canary(layout: KVLayout) -> Canary | None:
             rank=layout.rank,
             world_size=layout.world_size,
         )
-        canary = Canary(layout, settings(), sink)
+        canary = _new_canary(layout, sink)
     except Exception as error:
         not_covered(layout.engine, f"pool {layout.pool}", f"{type(error).__name__}: {error}")
         return None
@@ -69,6 +91,19 @@ def open_canary(layout: KVLayout) -> Canary | None:
     for subject, reason in layout.not_covered.items():
         not_covered(layout.engine, subject, reason)
     return canary
+
+
+def _new_canary(layout: KVLayout, sink: Sink) -> Canary:
+    drill = settings().drill
+    if drill is None:
+        return Canary(layout, settings(), sink)
+    from kvcanary_agent.faults.drills import DrillingCanary
+
+    log.warning(
+        "kvcanary: DRILL: KVCANARY_DRILL asks for a %s fault from step %d on in pool %s; it damages what is served",
+        *(drill.kind, drill.step, layout.pool),
+    )
+    return DrillingCanary(layout, settings(), sink, drill)
 
 
 def covered(engine: str, subject: str) -> None:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary_agent import runtime
-from kvcanary_agent.activation.patching import patch_method
 from kvcanary_agent.canary import Canary, ForwardStep, GroupStep, KnownTokens, KVGroup, KVLayout, KVPart
 
 ENGINE = "kvcanary-demo"
@@ -32,14 +31,22 @@ _watches: WeakKeyDictionary[Any, _Watch] = WeakKeyDictionary()
 
 def patch(module: ModuleType) -> None:
     """Patch the classes of `kvcanary_agent.demo.engine`."""
-    patch_method(module.Engine, "__init__", _around_engine_init)
-    patch_method(module.BlockManager, "allocate", _around_allocate)
-    patch_method(module.BlockManager, "share", _around_share)
-    patch_method(module.BlockManager, "copy_on_write", _around_copy_on_write)
-    patch_method(module.BlockManager, "free", _around_free)
-    patch_method(module.ModelRunner, "copy_blocks", _around_copy_blocks)
-    patch_method(module.ModelRunner, "build_batch", _around_build_batch)
-    patch_method(module.ModelRunner, "forward", _around_forward)
+    runtime.patch_class(ENGINE, module.Engine, {"__init__": _around_engine_init})
+    runtime.patch_class(
+        ENGINE,
+        module.BlockManager,
+        {
+            "allocate": _around_allocate,
+            "share": _around_share,
+            "copy_on_write": _around_copy_on_write,
+            "free": _around_free,
+        },
+    )
+    runtime.patch_class(
+        ENGINE,
+        module.ModelRunner,
+        {"build_batch": _around_build_batch, "forward": _around_forward},
+    )
 
 
 def _around_engine_init(call: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -86,8 +93,11 @@ def _around_copy_on_write(call: Callable[..., Any], manager: Any, seq: Any, inde
     watch = _watches.get(manager)
     if watch and watch.events.on:
         with watch.events:
+            # The bytes follow before the next forward. By then the source may have been freed and handed out again,
+            # so its records are copied now.
             watch.canary.allocated([destination], request=seq.request_id)
-            watch.canary.freed([source], request=seq.request_id, cached=True)
+            watch.canary.copied([source], [destination])
+            watch.canary.freed([source], request=seq.request_id, cached=manager.is_indexed(source))
     return source, destination
 
 
@@ -95,18 +105,10 @@ def _around_free(call: Callable[..., Any], manager: Any, seq: Any, /) -> None:
     watch = _watches.get(manager)
     if watch and watch.events.on:
         with watch.events:
-            # Indexed blocks can be shared again until they are allocated; the demo's index never names another one.
-            watch.canary.freed(list(seq.block_table), request=seq.request_id, cached=True)
+            for cached in (False, True):
+                blocks = [block for block in seq.block_table if manager.is_indexed(block) == cached]
+                watch.canary.freed(blocks, request=seq.request_id, cached=cached)
     call(seq)
-
-
-def _around_copy_blocks(call: Callable[..., Any], runner: Any, pairs: Any, /) -> None:
-    call(pairs)
-    watch = _watches.get(runner)
-    if watch and watch.events.on:
-        with watch.events:
-            sources, destinations = zip(*pairs, strict=True)
-            watch.canary.copied(sources, destinations)
 
 
 # Steps
@@ -128,7 +130,8 @@ def _around_forward(call: Callable[..., Any], runner: Any, batch: Any, /) -> Any
     try:
         result = call(batch)
     except BaseException:
-        watch.canary.abandon_step()
+        with watch.steps:
+            watch.canary.abandon_step()
         raise
     if watch.steps.on:
         with watch.steps:

@@ -120,3 +120,6 @@ class Sink(Protocol):
 
     def records_memory(self, num_bytes: int, pool_bytes: int) -> None:
         """The canary has allocated its records and scratch: their bytes and those of the pool."""
+
+    def drill(self, kind: str, step: int, description: str) -> None:
+        """A drill has injected a fault: what follows is no real one."""

@@ -110,6 +110,10 @@ class BlockManager:
                 self._block_by_hash[block_hash] = block
                 self._hash_by_block[block] = block_hash
 
+    def is_indexed(self, block: int) -> bool:
+        """Whether a later sequence with the same prefix can be given `block`."""
+        return block in self._hash_by_block
+
     def reset_prefix_cache(self) -> None:
         """Forget what the blocks hold: no later sequence shares one of today's blocks."""
         self._block_by_hash.clear()

@@ -4,6 +4,7 @@
     POST /fault     {"kind": "flip_byte" or "double_allocation", ...keywords of that function in `corruption`}
     GET  /health    what the engine is doing
     GET  /metrics   what the process has recorded with the global OpenTelemetry meter provider, as the SDK's JSON
+    GET  /logs      what the process has emitted to the global OpenTelemetry logger provider, oldest first, likewise
 
 The bytes of a text prompt, in UTF-8, are its token ids. A fault strikes before the first step that finds a running
 request to fit it; the reply comes then. Errors are {"error"}, with status 400 for a wrong request and 500 for a failed
@@ -27,6 +28,9 @@ from typing import Any
 
 import torch
 from opentelemetry import metrics
+from opentelemetry._logs import set_logger_provider
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -153,10 +157,13 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int, loop: EngineLoop, metric_reader: InMemoryMetricReader) -> None:
+    def __init__(
+        self, port: int, loop: EngineLoop, metric_reader: InMemoryMetricReader, log_records: InMemoryLogRecordExporter
+    ) -> None:
         super().__init__((HOST, port), Handler)
         self.loop = loop
         self.metric_reader = metric_reader
+        self.log_records = log_records
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -168,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self._answer({"/health": self._health, "/metrics": self._metrics})
+        self._answer({"/health": self._health, "/metrics": self._metrics, "/logs": self._logs})
 
     def do_POST(self) -> None:
         self._answer({"/generate": self._generate, "/fault": self._fault})
@@ -232,6 +239,9 @@ class Handler(BaseHTTPRequestHandler):
         data = self.server.metric_reader.get_metrics_data()
         return json.loads(data.to_json()) if data is not None else {}
 
+    def _logs(self, _: dict[str, Any]) -> Any:
+        return [json.loads(record.to_json()) for record in self.server.log_records.get_finished_logs()]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve the demo engine over HTTP on the loopback interface.")
@@ -242,8 +252,12 @@ def main() -> None:
     torch.set_num_threads(1)
     metric_reader = InMemoryMetricReader()
     metrics.set_meter_provider(MeterProvider([metric_reader]))
+    log_records = InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]  # untyped in the SDK
+    logger_provider = LoggerProvider()
+    logger_provider.add_log_record_processor(SimpleLogRecordProcessor(log_records))
+    set_logger_provider(logger_provider)
     loop = EngineLoop(Engine(EngineConfig()))
-    with Server(port, loop, metric_reader) as server:
+    with Server(port, loop, metric_reader, log_records) as server:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         try:
             print(json.dumps({"host": HOST, "port": server.server_port, "pid": os.getpid()}), flush=True)

@@ -40,11 +40,11 @@ class Client:
             connection.close()
 
 
-def start() -> "subprocess.Popen[str]":
+def start(*arguments: str) -> "subprocess.Popen[str]":
     # The folder that holds the package comes first, whether or not the package is installed.
     path = [str(Path(kvcanary_agent.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [sys.executable, "-m", "kvcanary_agent.demo.server"],
+        [sys.executable, *(arguments or ("-m", "kvcanary_agent.demo.server"))],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
@@ -114,6 +114,36 @@ def test_metrics_are_those_of_the_global_meter_provider(client: Client) -> None:
         for metric in scope["metrics"]
     ]
     assert "demo.generated_tokens" in recorded
+
+
+LOGGING_SERVER = """\
+from opentelemetry._logs import get_logger, SeverityNumber
+from kvcanary_agent.demo import engine, server
+
+class Engine(engine.Engine):
+    def step(self):
+        get_logger("test").emit(
+            body="a step", severity_number=SeverityNumber.WARN, event_name="test.step", attributes={"test.slot": 7}
+        )
+        return super().step()
+
+server.Engine = Engine
+server.main()
+"""
+
+
+def test_logs_are_what_the_global_logger_provider_was_given() -> None:
+    with start("-c", LOGGING_SERVER) as process:
+        client = Client(process)
+        assert client.call("GET", "/logs") == (200, [])
+        client.call("POST", "/generate", {"prompt": [1], "max_tokens": 2})
+        status, records = client.call("GET", "/logs")
+        process.terminate()
+
+    assert status == 200
+    assert len(records) == 2
+    assert (records[0]["body"], records[0]["event_name"], records[0]["severity_number"]) == ("a step", "test.step", 13)
+    assert records[0]["attributes"] == {"test.slot": 7}
 
 
 def wait_until_a_fault_waits(client: Client) -> None:
@@ -196,7 +226,7 @@ def test_a_wrong_request_is_answered_400_and_says_why(client: Client, path: str,
 def test_an_unknown_path_is_answered_404(client: Client) -> None:
     assert client.call("GET", "/generate") == (
         404,
-        {"error": "GET /generate is unknown; try /health or /metrics"},
+        {"error": "GET /generate is unknown; try /health or /metrics or /logs"},
     )
 
 
