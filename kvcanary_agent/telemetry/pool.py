@@ -1,0 +1,138 @@
+"""The telemetry of one pool: what its canary reports to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcanary_agent.telemetry import semconv
+from kvcanary_agent.telemetry.tallies import PoolKey, PoolTally
+
+if TYPE_CHECKING:
+    from kvcanary_agent.canary.violation import CheckCounts, Violation
+    from kvcanary_agent.telemetry.exporting import Exporting
+    from kvcanary_agent.telemetry.process import Telemetry
+
+
+class PoolTelemetry:
+    """Implements the canary's ``Sink``. Made by :meth:`Telemetry.open_pool`.
+
+    Every method is cheap, never waits and never raises. The thread that runs the pool's steps is the only one to call
+    them.
+    """
+
+    def __init__(self, telemetry: Telemetry, key: PoolKey, engine_version: str) -> None:
+        self._telemetry = telemetry
+        self._key = key
+        self._attributes: dict[str, str | int] = {
+            semconv.ENGINE: key.engine,
+            semconv.ENGINE_VERSION: engine_version,
+            semconv.POOL: key.pool,
+            semconv.RANK: key.rank,
+        }
+        self._phase_attributes: dict[str, dict[str, str | int]] = {}
+        self._tally: PoolTally | None = None
+        self._exporting: Exporting | None = None
+        self._records_bytes: int | None = None
+
+    def start(self) -> None:
+        """Builds what is not yet built in this process; called by :meth:`Telemetry.open_pool`."""
+        try:
+            self._attach()
+        except Exception as error:
+            self._telemetry.failures.log("starting telemetry", error)
+
+    def close(self) -> None:
+        """The pool is gone: it no longer counts among the pools, and its records' memory is given back."""
+        self._records_bytes = None
+        if self._tally is not None:
+            self._tally.records_bytes = None
+
+    def coverage(self, subject: str, covered: bool, reason: str = "") -> None:
+        """States whether something of this pool (a layer, a check) is checked; see :meth:`Telemetry.coverage`."""
+        self._telemetry.coverage(self._key.engine, subject, covered, reason, pool=self._key.pool)
+
+    def violation(self, violation: Violation) -> None:
+        """Counts a violation and has it logged and exported at once by another thread."""
+        try:
+            tally, exporting = self._attach()
+            layer = self._telemetry.tallies.bounded_layer(violation.layer)
+            series = (str(violation.kind), layer, violation.part or "")
+            tally.violations[series] = tally.violations.get(series, 0) + 1
+            if not exporting.reporter.violation(violation, self._attributes):
+                tally.lost += 1
+        except Exception as error:
+            self._telemetry.failures.log("reporting a violation", error)
+
+    def pass_finished(
+        self, phase: str, step: int, start_ns: int, end_ns: int, counts: CheckCounts, violations: tuple[Violation, ...]
+    ) -> None:
+        """Counts the slots that were checked and records the pass's duration and its span."""
+        try:
+            tally, exporting = self._attach()
+            total = 0
+            for check, (compared, failures) in counts.slots.items():
+                passed_and_failed = tally.checks.get(check)
+                if passed_and_failed is None:
+                    passed_and_failed = tally.checks[check] = [0, 0]
+                passed_and_failed[0] += compared - failures
+                passed_and_failed[1] += failures
+                total += compared
+            exporting.step_duration.record((end_ns - start_ns) * 1e-9, self._of_phase(phase))
+            attributes = {
+                **self._attributes,
+                semconv.STEP: step,
+                semconv.CHECKS: total,
+                semconv.OUTCOME: "violation" if violations else "ok",
+            }
+            name = f"kvcanary.{phase}"
+            if violations:
+                exporting.reporter.failed_pass(name, attributes, start_ns, end_ns, violations)
+            else:
+                exporting.tracer.start_span(name, attributes=attributes, start_time=start_ns).end(end_ns)
+        except Exception as error:
+            self._telemetry.failures.log("reporting a pass of checks", error)
+
+    def lost_violations(self, count: int) -> None:
+        """Counts violations whose details the canary could not keep."""
+        try:
+            tally, _ = self._attach()
+            tally.lost += count
+        except Exception as error:
+            self._telemetry.failures.log("counting lost violations", error)
+
+    def records_memory(self, num_bytes: int, pool_bytes: int) -> None:
+        """States the memory of the canary's records and scratch: the pool is watched from now on, which is exported at
+        once rather than at the end of the first interval."""
+        self._records_bytes = num_bytes
+        try:
+            tally, exporting = self._attach()
+            tally.records_bytes = num_bytes
+            exporting.request_export()
+        except Exception as error:
+            self._telemetry.failures.log("reporting memory", error)
+
+    def detach(self) -> None:
+        """Drops what belongs to the process; the next report attaches to what the process has then."""
+        self._tally = None
+        self._exporting = None
+
+    def _attach(self) -> tuple[PoolTally, Exporting]:
+        if self._tally is not None and self._exporting is not None:
+            return self._tally, self._exporting
+        exporting = self._telemetry.exporting()
+        tally = self._telemetry.tallies.pool(self._key)
+        tally.records_bytes = self._records_bytes
+        self._tally, self._exporting = tally, exporting
+        return tally, exporting
+
+    def _of_phase(self, phase: str) -> dict[str, str | int]:
+        attributes = self._phase_attributes.get(phase)
+        if attributes is None:
+            attributes = {
+                semconv.ENGINE: self._key.engine,
+                semconv.POOL: self._key.pool,
+                semconv.RANK: self._key.rank,
+                semconv.PHASE: phase,
+            }
+            self._phase_attributes[phase] = attributes
+        return attributes

@@ -1,0 +1,272 @@
+"""Which OpenTelemetry providers this process reports through.
+
+For each signal on its own, in this order:
+
+1. The provider that the host application has set globally, if it is a real one.
+2. A private provider, if the standard ``OTEL_*`` variables name an exporter. It is never made the global one: a global
+   provider can be set once only, and that is the host's to do.
+3. The global proxy: nothing leaves the process unless the host sets a provider later.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from opentelemetry import _logs, metrics, trace
+from opentelemetry._logs._internal import ProxyLoggerProvider
+from opentelemetry.metrics._internal import _ProxyMeterProvider
+
+from kvcanary_agent import __version__
+from kvcanary_agent.telemetry.semconv import SCOPE
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+_logger = logging.getLogger(SCOPE)
+
+Signal = Literal["traces", "metrics", "logs"]
+_Provider = TypeVar("_Provider")
+
+_OTLP_BY_PROTOCOL = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+_DEFAULT_METRIC_INTERVAL_S = 60.0
+_INSTALL = {
+    "otlp": "pip install 'kvcanary-agent[otlp]'",
+    "otlp_proto_grpc": "pip install 'kvcanary-agent[otlp]'",
+    "otlp_proto_http": "pip install 'kvcanary-agent[otlp]'",
+    "prometheus": "pip install 'kvcanary-agent[prometheus]'",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Providers:
+    """The providers chosen for this process.
+
+    Attributes:
+        traces, metrics, logs: One for each signal; the global proxy where nobody listens.
+        private: The signals whose provider belongs to this agent, which must flush it and shut it down.
+        metric_interval_s: How often a private meter provider is to be flushed, in seconds.
+    """
+
+    traces: trace.TracerProvider
+    metrics: metrics.MeterProvider
+    logs: _logs.LoggerProvider
+    private: frozenset[Signal]
+    metric_interval_s: float
+
+    def current(self, signal: Signal) -> object:
+        """The provider of ``signal``, or what the host has put in the place of the global proxy since."""
+        if signal == "traces":
+            return trace.get_tracer_provider() if is_proxy(self.traces) else self.traces
+        if signal == "metrics":
+            return metrics.get_meter_provider() if is_proxy(self.metrics) else self.metrics
+        return _logs.get_logger_provider() if is_proxy(self.logs) else self.logs
+
+
+def is_proxy(provider: object) -> bool:
+    """Whether ``provider`` is the stand-in that the API hands out while no global provider is set."""
+    return isinstance(provider, (trace.ProxyTracerProvider, _ProxyMeterProvider, ProxyLoggerProvider))
+
+
+def choose_providers(resource_attributes: Mapping[str, str | int]) -> Providers:
+    """Chooses the providers, building private ones where needed.
+
+    Never raises for a wrong or unusable setting: it is one log line, and the signal is not exported.
+
+    Args:
+        resource_attributes: What a private provider says of this process, beside ``OTEL_RESOURCE_ATTRIBUTES``.
+    """
+    tracer_provider: trace.TracerProvider = trace.get_tracer_provider()
+    meter_provider: metrics.MeterProvider = metrics.get_meter_provider()
+    logger_provider: _logs.LoggerProvider = _logs.get_logger_provider()
+    private: set[Signal] = set()
+    resource = cache(lambda: _resource(resource_attributes))
+
+    if is_proxy(tracer_provider):
+        private_tracer_provider = _build("traces", _private_tracer_provider, resource)
+        if private_tracer_provider is not None:
+            tracer_provider = private_tracer_provider
+            private.add("traces")
+    if is_proxy(meter_provider):
+        private_meter_provider = _build("metrics", _private_meter_provider, resource)
+        if private_meter_provider is not None:
+            meter_provider = private_meter_provider
+            private.add("metrics")
+    if is_proxy(logger_provider):
+        private_logger_provider = _build("logs", _private_logger_provider, resource)
+        if private_logger_provider is not None:
+            logger_provider = private_logger_provider
+            private.add("logs")
+    return Providers(
+        traces=tracer_provider,
+        metrics=meter_provider,
+        logs=logger_provider,
+        private=frozenset(private),
+        metric_interval_s=_metric_interval_s(),
+    )
+
+
+def _build(
+    signal: Signal,
+    build: Callable[[list[Any], Resource], _Provider],
+    resource: Callable[[], Resource],
+) -> _Provider | None:
+    """A private provider, or None if no exporter for ``signal`` is asked for or it cannot be built."""
+    exporters = list(_exporters(signal))
+    if not exporters:
+        return None
+    try:
+        return build(exporters, resource())
+    except Exception as error:
+        _logger.error("kvcanary: %s are not exported: %s: %s", signal, type(error).__name__, error)
+        return None
+
+
+# The private providers have no exit handler of their own (``shutdown_on_exit=False``): the SDK's would wait for a
+# hanging exporter without a bound. The agent flushes them itself.
+
+
+def _private_tracer_provider(exporters: list[Any], resource: Resource) -> trace.TracerProvider:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    for exporter in exporters:
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _private_meter_provider(exporters: list[Any], resource: Resource) -> metrics.MeterProvider:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+
+    # An infinite interval gives a reader without a thread. The SDK restarts a reader's thread in a forked child, which
+    # would go on exporting the parent's totals from there; the agent's own thread stays in the parent.
+    readers = [
+        exporter
+        if isinstance(exporter, MetricReader)
+        else PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
+        for exporter in exporters
+    ]
+    return MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
+
+
+def _private_logger_provider(exporters: list[Any], resource: Resource) -> _logs.LoggerProvider:
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
+    provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
+    for exporter in exporters:
+        provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
+    return provider
+
+
+def _resource(attributes: Mapping[str, str | int]) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    resource = Resource.create(
+        {
+            **attributes,
+            "process.pid": os.getpid(),
+            "telemetry.distro.name": "kvcanary-agent",
+            "telemetry.distro.version": __version__,
+        }
+    )
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "kvcanary-agent"}))
+    return resource
+
+
+def _exporters(signal: Signal) -> Iterator[Any]:
+    """The exporters that the environment asks for, those that work."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return
+    variable = f"OTEL_{signal.upper()}_EXPORTER"
+    named = os.environ.get(variable, "").strip()
+    if not named:
+        endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
+        variable = next((endpoint for endpoint in endpoints if os.environ.get(endpoint, "").strip()), "")
+        named = "otlp" if variable else "none"
+    for name in (part.strip() for part in named.split(",")):
+        if not name or name.lower() == "none":
+            continue
+        exporter = _exporter(signal, name, variable)
+        if exporter is not None:
+            yield exporter
+
+
+def _exporter(signal: Signal, name: str, variable: str) -> Any | None:
+    """The exporter ``name``, or None after a log line that blames ``variable``."""
+    setting = f"{variable}={os.environ[variable]}"
+    registered = _otlp_exporter_name(signal) if name == "otlp" else name
+    if registered is None:
+        return None
+    group = f"opentelemetry_{signal}_exporter"
+    found = next(iter(entry_points(group=group, name=registered)), None)
+    if found is None:
+        remedy = _INSTALL.get(registered, f"install the package that registers it under {group!r}, or correct the name")
+        _logger.error(
+            "kvcanary: %s: no exporter %r for %s is installed; %s are not exported; %s",
+            setting,
+            registered,
+            signal,
+            signal,
+            remedy,
+        )
+        return None
+    try:
+        return found.load()()
+    except Exception as error:
+        install = _INSTALL.get(registered) if isinstance(error, ImportError) else None
+        _logger.error(
+            "kvcanary: %s: the exporter %r cannot be used (%s: %s); %s are not exported through it; %s",
+            setting,
+            registered,
+            type(error).__name__,
+            error,
+            signal,
+            install or "check its settings",
+        )
+        return None
+
+
+def _otlp_exporter_name(signal: Signal) -> str | None:
+    """The registered name of the OTLP exporter for the protocol that is set, or None after a log line."""
+    for variable in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        protocol = os.environ.get(variable, "").strip()
+        if protocol:
+            if protocol not in _OTLP_BY_PROTOCOL:
+                _logger.error(
+                    "kvcanary: %s=%s is not supported; %s are not exported; set it to %s",
+                    variable,
+                    protocol,
+                    signal,
+                    " or ".join(_OTLP_BY_PROTOCOL),
+                )
+            return _OTLP_BY_PROTOCOL.get(protocol)
+    return _OTLP_BY_PROTOCOL["grpc"]
+
+
+def _metric_interval_s() -> float:
+    value = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "").strip()
+    if not value:
+        return _DEFAULT_METRIC_INTERVAL_S
+    try:
+        interval_s = float(value) / 1e3
+    except ValueError:
+        interval_s = math.nan
+    if not interval_s > 0:
+        _logger.error(
+            "kvcanary: OTEL_METRIC_EXPORT_INTERVAL=%s is not a positive number of milliseconds; using %d",
+            value,
+            _DEFAULT_METRIC_INTERVAL_S * 1e3,
+        )
+        return _DEFAULT_METRIC_INTERVAL_S
+    return min(interval_s, threading.TIMEOUT_MAX)

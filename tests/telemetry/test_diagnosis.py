@@ -1,0 +1,142 @@
+"""Which cause is named for which evidence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcanary_agent.canary.violation import Kind, Violation
+from kvcanary_agent.telemetry.diagnosis import diagnose
+from tests.telemetry.samples import changed_bytes, violation
+
+READER, WRITER = "req-reader", "req-writer"
+
+
+@pytest.mark.parametrize("kind", [Kind.TOKEN, Kind.CHAIN, Kind.POSITION])
+def test_another_request_that_got_the_block_after_the_reader_means_double_allocation(kind: Kind) -> None:
+    diagnosis = diagnose(violation(kind, block_history=(READER, WRITER)), ())
+    assert diagnosis.cause == "double_allocation"
+    for fact in ("block 4", READER, WRITER, "step 8", "step 9"):
+        assert fact in diagnosis.sentence
+
+
+@pytest.mark.parametrize("kind", [Kind.TOKEN, Kind.CHAIN])
+@pytest.mark.parametrize("history", [(WRITER,), (WRITER, READER), ()])
+def test_another_request_that_had_the_block_before_means_a_wrong_prefix_hit(
+    kind: Kind, history: tuple[str, ...]
+) -> None:
+    assert diagnose(violation(kind, block_history=history), ()).cause == "wrong_prefix_hit"
+
+
+def test_another_position_of_another_request_means_a_foreign_block() -> None:
+    found = violation(Kind.POSITION, recorded_position=33, block_history=(WRITER,))
+    assert diagnose(found, ()).cause == "foreign_block"
+
+
+def test_another_position_of_its_own_means_a_stale_block_table() -> None:
+    found = violation(Kind.POSITION, writer=READER, recorded_position=33)
+    assert diagnose(found, ()).cause == "block_table_stale_or_swapped"
+
+
+@pytest.mark.parametrize("kind", [Kind.TOKEN, Kind.CHAIN])
+def test_other_tokens_of_its_own_mean_that_its_history_changed(kind: Kind) -> None:
+    assert diagnose(violation(kind, writer=READER), ()).cause == "history_changed"
+
+
+def test_a_slot_nobody_wrote_means_a_read_before_the_write() -> None:
+    found = violation(Kind.UNWRITTEN, writer=None, written_step=None, recorded_position=None)
+    diagnosis = diagnose(found, ())
+    assert diagnosis.cause == "read_before_write"
+    assert "since its block was handed out" in diagnosis.sentence
+
+
+def test_an_address_outside_the_pool_names_the_slot() -> None:
+    diagnosis = diagnose(violation(Kind.ADDRESS, slot=-1, block=-1, offset=-1, found="99999"), ())
+    assert diagnosis.cause == "address_outside_pool"
+    assert "slot 99999" in diagnosis.sentence
+
+
+def test_a_padded_row_that_writes_to_a_live_slot_is_named_so() -> None:
+    assert diagnose(violation(Kind.ADDRESS, request=None, position=None), ()).cause == "padding_writes_live_slot"
+
+
+def test_an_address_inside_the_pool_means_that_mapping_and_table_disagree() -> None:
+    diagnosis = diagnose(violation(Kind.ADDRESS, expected="21"), ())
+    assert diagnosis.cause == "slot_mapping_disagrees_with_block_table"
+    assert "slot 21" in diagnosis.sentence
+
+
+def test_another_namespace_and_other_weights_are_named_so() -> None:
+    assert diagnose(violation(Kind.NAMESPACE), ()).cause == "prefix_shared_across_namespaces"
+    assert diagnose(violation(Kind.EPOCH), ()).cause == "cache_survived_weight_update"
+
+
+def test_one_changed_part_of_one_slot_means_a_stray_write_and_names_layer_and_part() -> None:
+    diagnosis = diagnose(changed_bytes(), [violation(Kind.TOKEN), changed_bytes(step=3)])
+    assert diagnosis.cause == "stray_write"
+    assert "layer model.layers.3.attn, part k" in diagnosis.sentence
+
+
+def test_several_changes_in_one_block_mean_that_the_block_was_overwritten() -> None:
+    assert diagnose(changed_bytes(), [changed_bytes(slot=18, part="v")]).cause == "block_overwritten"
+
+
+def test_changes_in_several_blocks_mean_wrong_addresses() -> None:
+    assert diagnose(changed_bytes(), [changed_bytes(block=5, slot=20)]).cause == "many_blocks_overwritten"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (Kind.OWNERSHIP, "block_used_without_holding_it"),
+        (Kind.WILD_WRITE, "write_outside_the_step"),
+        (Kind.LOST_WRITE, "write_dropped"),
+        (Kind.NONFINITE, "nonfinite_values"),
+        (Kind.TRANSFER, "transfer_incomplete_or_too_late"),
+        (Kind.INDEX, "prefix_index_wrong"),
+        (Kind.RANK, "rank_divergence"),
+    ],
+)
+def test_kinds_that_are_evidence_enough_have_a_cause_of_their_own(kind: Kind, cause: str) -> None:
+    assert diagnose(violation(kind, detail="seen so"), ()).cause == cause
+
+
+def test_what_an_allocator_did_is_told_with_who_is_concerned() -> None:
+    found = violation(Kind.OWNERSHIP, position=None, detail="handed out while it is held: double allocation")
+    diagnosis = diagnose(found, ())
+    assert diagnosis.cause == "allocator_misuse"
+    for fact in (READER, WRITER, "double allocation"):
+        assert fact in diagnosis.sentence
+
+
+requests = st.none() | st.sampled_from([READER, WRITER])
+small = st.integers(-1, 5)
+violations = st.builds(
+    Violation,
+    kind=st.sampled_from(Kind),
+    pool=st.just("kv"),
+    group=st.just("full"),
+    slot=small,
+    block=small,
+    offset=small,
+    step=small,
+    request=requests,
+    position=st.none() | small,
+    layer=st.none() | st.just("layers.0"),
+    part=st.none() | st.just("k"),
+    writer=requests,
+    written_step=st.none() | small,
+    recorded_position=st.none() | small,
+    block_history=st.lists(st.sampled_from([READER, WRITER])).map(tuple),
+)
+
+
+@given(violations, st.lists(violations, max_size=5))
+def test_every_violation_has_ranked_causes_in_words(found: Violation, recent: list[Violation]) -> None:
+    causes = diagnose(found, recent).causes
+    assert causes
+    confidences = [cause.confidence for cause in causes]
+    assert confidences == sorted(confidences, reverse=True)
+    assert all(0 < confidence <= 1 for confidence in confidences)
+    assert not any("None" in cause.sentence for cause in causes)

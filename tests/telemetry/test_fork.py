@@ -1,0 +1,154 @@
+"""A forked child starts over: nothing of its parent's is exported twice, and nothing hangs."""
+
+from __future__ import annotations
+
+from tests.otlp_receiver import HttpOtlpReceiver, Log, Point, Span
+from tests.telemetry.conftest import StartChild
+
+# The parent has counted 100 slots and has a violation in its queues when it forks.
+FORK = """
+import os, sys
+from kvcanary_agent.canary.violation import CheckCounts
+from tests.telemetry.samples import finish_pass, open_pool, violation
+
+telemetry, pool = open_pool()
+pool.records_memory(1_000, 200_000)
+finish_pass(pool, violation(), counts=CheckCounts(slots={"token": (100, 1)}))
+child = os.fork()
+if child == 0:
+    in_child()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+finish_pass(pool, counts=CheckCounts(slots={"token": (10, 0)}))
+print(child, status, telemetry.flush(10), flush=True)
+"""
+
+
+def fork(start_child: StartChild, in_child: str) -> tuple[int, int]:
+    """Runs ``in_child`` in a forked child; the pids of parent and child."""
+    body = "\n".join(f"    {line}" for line in in_child.strip().splitlines())
+    parent = start_child(f"def in_child():\n{body}\n{FORK}")
+    out, errors = parent.communicate(timeout=60)
+    assert out, errors
+    child, status, flushed = out.split()
+    assert (status, flushed) == ("0", "True"), errors
+    return parent.pid, int(child)
+
+
+def slots_checked(receiver: HttpOtlpReceiver, pid: int) -> float | None:
+    values = [
+        point.value
+        for point in receiver.points_of("kvcanary.checks")
+        if point.resource["process.pid"] == pid and "error.type" not in point.attributes
+    ]
+    return values[-1] if values else None
+
+
+def test_a_childs_counters_start_at_zero_and_the_parents_go_on(
+    receiver: HttpOtlpReceiver, start_child: StartChild
+) -> None:
+    parent, child = fork(
+        start_child,
+        """
+finish_pass(pool, counts=CheckCounts(slots={"token": (5, 0)}))
+assert telemetry.flush(10)
+""",
+    )
+    assert slots_checked(receiver, child) == 5
+    assert slots_checked(receiver, parent) == 109
+
+
+def test_a_child_exports_its_own_violations_and_not_its_parents(
+    receiver: HttpOtlpReceiver, start_child: StartChild
+) -> None:
+    parent, child = fork(
+        start_child,
+        """
+finish_pass(pool, violation(slot=99))
+assert telemetry.flush(10)
+""",
+    )
+    slots = [(log.resource["process.pid"], log.attributes["kvcanary.slot"]) for log in receiver.logs]
+    assert sorted(slots) == sorted([(parent, 17), (child, 99)])
+
+
+def test_a_child_that_reports_nothing_exports_nothing_while_its_parent_goes_on(
+    receiver: HttpOtlpReceiver, start_child: StartChild
+) -> None:
+    program = """
+import os
+from tests.telemetry.samples import finish_pass, open_pool, violation
+telemetry, pool = open_pool()
+finish_pass(pool, violation())
+child = os.fork()
+if child == 0:
+    input()
+    os._exit(0 if telemetry.flush(10) else 1)
+print(child, flush=True)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+    parent = start_child(program, OTEL_METRIC_EXPORT_INTERVAL="10")
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    before = len(receiver.points)
+    assert receiver.wait_for(lambda received: len(received.points) > before + 100)
+    out, errors = parent.communicate("\n", timeout=60)
+    assert out == "0\n", errors
+    received: list[Point | Span | Log] = [*receiver.points, *receiver.spans, *receiver.logs]
+    assert {one.resource["process.pid"] for one in received} == {parent.pid}, child
+
+
+def test_a_child_forked_while_its_parent_exports_does_not_hang(
+    receiver: HttpOtlpReceiver, start_child: StartChild
+) -> None:
+    program = """
+import os, threading
+from tests.telemetry.samples import finish_pass, open_pool, violation
+telemetry, pool = open_pool()
+finish_pass(pool, violation(slot=1))
+assert telemetry.flush(10)  # the exporters have imported what they need
+stop = threading.Event()
+def export():
+    while not stop.is_set():
+        telemetry.flush(10)
+exporting = threading.Thread(target=export)
+exporting.start()
+for attempt in range(10):
+    finish_pass(pool, violation(slot=attempt))
+    child = os.fork()
+    if child == 0:
+        finish_pass(pool, violation(slot=1000 + attempt))
+        os._exit(0 if telemetry.flush(20) else 1)
+    assert os.waitpid(child, 0)[1] == 0, attempt
+stop.set()
+exporting.join()
+print("done")
+"""
+    out, errors = start_child(program).communicate(timeout=120)
+    assert out == "done\n", errors
+    assert len([log for log in receiver.logs if log.attributes["kvcanary.slot"] >= 1000]) == 10
+
+
+def test_a_host_provider_that_a_child_inherits_reports_the_childs_own_counts(start_child: StartChild) -> None:
+    program = """
+import os
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from kvcanary_agent.canary.violation import CheckCounts
+from tests.telemetry.samples import finish_pass, open_pool
+
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+telemetry, pool = open_pool()
+finish_pass(pool, counts=CheckCounts(slots={"token": (100, 0)}))
+if os.fork() == 0:
+    finish_pass(pool, counts=CheckCounts(slots={"token": (5, 0)}))
+    (of_resource,) = reader.get_metrics_data().resource_metrics
+    names = {metric.name: metric for of_scope in of_resource.scope_metrics for metric in of_scope.metrics}
+    print([point.value for point in names["kvcanary.checks"].data.data_points], flush=True)
+    os._exit(0)
+os.wait()
+"""
+    out, errors = start_child(program).communicate(timeout=60)
+    assert out == "[5]\n", errors
