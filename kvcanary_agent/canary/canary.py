@@ -11,7 +11,7 @@ import torch
 from kvcanary_agent.kernels import reference
 from kvcanary_agent.kernels.hashing import chain_seed, mix
 from kvcanary_agent.kernels.plan import Fault, Reads, Rows, Writes, Written
-from kvcanary_agent.kernels.records import Records
+from kvcanary_agent.kernels.records import UNKNOWN, Records
 from kvcanary_agent.kernels.ring import ViolationRing
 from kvcanary_agent.settings import Settings
 
@@ -54,14 +54,16 @@ class Canary:
         self._digest: dict[str, int] = {}
         # In-place updates must work in and outside inference mode, whichever the engine is in now.
         with torch.inference_mode(False):
-            self._records = [_records_of(group) for group in layout.groups]
+            self._records = [_records_of(group, settings.content) for group in layout.groups]
             self._ring = ViolationRing(RING_CAPACITY, layout.device)
             self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
         self._stored = [StoredRecords(records) for records in self._records]
         self._patrols = [Patrol(group) for group in layout.groups]
         self._reporter = Reporter(layout, self._ownership, sink, settings.reveal_tokens)
         sink.records_memory(
-            self._ring.num_bytes + sum(records.num_bytes for records in self._records),
+            self._ring.num_bytes
+            + sum(records.num_bytes for records in self._records)
+            + sum(ownership.num_bytes for ownership in self._ownership),
             sum(group.bytes_per_slot * group.num_slots for group in layout.groups),
         )
 
@@ -99,7 +101,12 @@ class Canary:
             cached: The contents stay valid for a later `shared`.
         """
         if self.layout.reports_ownership:
-            self._misused(group, self._ownership[group].freed(blocks, request, cached))
+            ownership = self._ownership[group]
+            misuses = ownership.freed(blocks, request, cached)
+            void = ownership.unreadable(blocks)
+            if void:
+                self._records[group].block_generation[self._on_device(void)] += 1
+            self._misused(group, misuses)
 
     def copied(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, group: int = 0) -> None:
         """The engine copies whole blocks (copy on write, defragmentation): their records travel along.
@@ -126,15 +133,15 @@ class Canary:
     def loaded(self, key: Hashable, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
         """What was stored under ``key`` is back, in these blocks: it must be what the kept records describe.
 
-        Call it when the copy has completed. Of an unknown key nothing is known; its slots stay unwritten.
+        Call it when the copy has completed. What came under a key that is not known, or not any more, is not judged
+        until it is written anew.
         """
-        at = self._on_device(blocks)
+        at, records = self._on_device(blocks), self._records[group]
         if not self._stored[group].restore(key, at):
+            records.generation.view(-1, records.block_size)[at] = UNKNOWN
             return
         owner = self._reporter.number_of(request) if request is not None else 0
-        self._count(
-            "transfer", *reference.verify_transfer(self._records[group], at, owner, self._step, self._ring, group)
-        )
+        self._count("transfer", *reference.verify_transfer(records, at, owner, self._step, self._ring, group))
         self._drain()
 
     def rolled_back(self, request: str, length: int) -> None:
@@ -166,10 +173,11 @@ class Canary:
         self._epoch += 1
 
     def reset(self) -> None:
-        """The pool's contents are gone (sleep and wake, a new pool in the same memory): nothing counts as written."""
+        """The pool's contents are gone (sleep and wake): nothing counts as written, or as handed out."""
         self._claims.clear()
-        for records in self._records:
-            records.generation.zero_()
+        for records, ownership in zip(self._records, self._ownership, strict=True):
+            records.forget()
+            ownership.forget()
 
     # Steps
 
@@ -231,7 +239,8 @@ class Canary:
         """The forward did not complete: nobody knows what it has written, so its slots count as unwritten."""
         pending, self._pending = self._pending or [], None
         for index, written in enumerate(pending):
-            self._records[index].generation[written.slots] = 0
+            # A slot that was to be given the same once more still holds it.
+            self._records[index].generation[written.slots[written.other_write]] = 0
 
     def sweep(self) -> None:
         """Patrol over everything recorded, once, now.
@@ -242,7 +251,7 @@ class Canary:
         start = time.time_ns()
         for index, group in enumerate(self.layout.groups):
             check = _Check(self, index)
-            for part in range(len(group.parts)):
+            for part in range(len(self._records[index].views)):
                 check(0, group.num_blocks, part)
         self._finish("sweep", start)
 
@@ -269,14 +278,15 @@ class Canary:
                     offset=-1,
                     step=self._step,
                     request=request,
-                    expected=None if others is None else f"{others & (2**64 - 1):016x}",
-                    found=None if own is None else f"{own & (2**64 - 1):016x}",
+                    expected=None if others is None else self._reporter.show_hash(others),
+                    found=None if own is None else self._reporter.show_hash(own),
                     detail=f"rank {self.layout.rank} of {self.layout.world_size} reads something else than the others",
                 )
             )
 
     def close(self) -> None:
         """Let go of the engine's tensors; no other call may follow."""
+        del self.layout, self._reporter
         self._pending = None
         self._records, self._stored, self._patrols = [], [], []
 
@@ -285,16 +295,14 @@ class Canary:
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.layout.device)
 
-    def _shared_rows(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the rows of all groups have in common: owners, anchors, seeds and prefix lengths."""
+    def _shared_rows(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the rows of all groups have in common: owners, seeds and prefix lengths."""
         device = self.layout.device
         namespaces = step.namespaces or [None] * len(step.requests)
         owners = [self._reporter.number_of(request) for request in step.requests]
-        anchors = [self._reporter.anchor_of(namespace, self._epoch) for namespace in namespaces]
-        seeds = [chain_seed(namespace, self._epoch) for namespace in namespaces]
+        seeds = [self._reporter.seed_of(namespace, self._epoch) for namespace in namespaces]
         return (
             torch.tensor(owners, dtype=torch.int32, device=device),
-            torch.tensor(anchors, dtype=torch.int32, device=device),
             torch.tensor(seeds, dtype=torch.int64, device=device),
             step.prefix_lens.to(torch.int64),
         )
@@ -304,17 +312,19 @@ class Canary:
         index: int,
         group_step: GroupStep,
         step: ForwardStep,
-        shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> Rows:
-        owners, anchors, seeds, prefix_lens = shared
+        owners, seeds, prefix_lens = shared
         ownership = self._ownership[index]
+        block_table = group_step.block_table.to(torch.int64)
+        if not block_table.shape[1]:
+            block_table = block_table.new_full((block_table.shape[0], 1), -1)
         return Rows(
             step=self._step,
             owners=owners,
-            anchors=anchors,
             seeds=seeds,
             prefix_lens=prefix_lens,
-            block_table=group_step.block_table.to(torch.int64),
+            block_table=block_table,
             held=ownership.held if self.layout.reports_ownership else None,
             held_rows=self._on_device(ownership.rows(step.requests)),
             references=ownership.references,
@@ -338,11 +348,12 @@ class Canary:
                 self._ring,
                 index,
             )
-        self._count("write", writes.slots.shape[0], sum(failed.values()))
         if self.settings.content == "full":
             slots = writes.slots
             reference.remeasure(records, slots[(slots >= 0) & (slots < records.num_slots)])
-        return reference.enter_writes(records, rows, writes, self._ring, index)
+        written, overwritten = reference.enter_writes(records, rows, writes, self._ring, index)
+        self._count("write", writes.slots.shape[0], sum(failed.values()) + overwritten)
+        return written
 
     def _verify_metadata(self, index: int, rows: Rows, step: ForwardStep) -> Reads:
         records = self._records[index]
@@ -357,7 +368,7 @@ class Canary:
         self._count("position", slots, failed.get(Fault.POSITION, 0))
         if expected is not None:
             self._count("token", slots, failed.get(Fault.TOKEN, 0))
-        self._count("chain", slots, failed.get(Fault.CHAIN, 0) + failed.get(Fault.ANCHOR, 0))
+        self._count("chain", slots, failed.get(Fault.CHAIN, 0) + failed.get(Fault.SEED, 0))
         return reads
 
     def _verify_content(self, index: int, rows: Rows, reads: Reads) -> None:
@@ -375,7 +386,7 @@ class Canary:
 
     def _record_content(self, index: int, written: Written) -> None:
         group, records = self.layout.groups[index], self._records[index]
-        if written.slots.numel():
+        if written.slots.numel() and records.views:
             for fault, counts in reference.record_content(records, written, self._ring, index).items():
                 self._count(fault.name.lower(), *counts)
         if group.null_block is None:
@@ -397,11 +408,16 @@ class Canary:
             if bool((records.generation[slots] != records.block_generation[block]).any()):
                 continue
             del self._claims[group, block]
-            epoch = self._reporter.anchor(int(records.anchor[slots.stop - 1]))[1]
+            epoch = self._reporter.epoch_of(int(records.seed[slots.stop - 1]))
+            if epoch is None:
+                continue
+            positions = torch.arange(len(claim.tokens), device=records.device)
             tokens = self._on_device(claim.tokens)
-            chain = mix(tokens, torch.arange(len(claim.tokens), device=tokens.device)).sum()
-            chain = chain + chain_seed(claim.namespace, epoch)
+            chain = mix(tokens, positions).sum() + chain_seed(claim.namespace, epoch)
             found = records.chain_after[slots.stop - 1]
+            if self.layout.groups[group].window == 1:
+                # No token sees its predecessor, so nothing but the tokens themselves is recorded for certain.
+                found = torch.where((records.token[slots] == tokens[-size:]).all(), chain, ~chain)
             self._count("index", size, 0 if bool(chain == found) else size)
             if bool(chain != found):
                 self._report_claim(group, block, int(chain), int(found), slots)
@@ -417,8 +433,8 @@ class Canary:
                 block=block,
                 offset=0,
                 step=self._step,
-                expected=f"{chain & (2**64 - 1):016x}",
-                found=f"{found & (2**64 - 1):016x}",
+                expected=self._reporter.show_hash(chain),
+                found=self._reporter.show_hash(found),
                 writer=self._reporter.name_of(int(records.owner[slots.start])),
                 written_step=int(records.step[slots.start]),
                 block_history=self._ownership[group].history(block),
@@ -488,12 +504,15 @@ class _Claim:
         self.tokens, self.namespace = tokens, namespace
 
 
-def _records_of(group: KVGroup) -> Records:
+def _records_of(group: KVGroup, content: str) -> Records:
+    parts = () if content == "off" else group.parts
     return Records(
-        [part.view for part in group.parts],
+        group.num_blocks,
         group.block_size,
-        [part.number_type or part.view.dtype for part in group.parts],
-        ["scale" not in part.part and part.bytes_per_slot >= _TELLING_BYTES for part in group.parts],
+        group.device,
+        [part.view for part in parts],
+        [part.number_type or part.view.dtype for part in parts],
+        ["scale" not in part.part and part.bytes_per_slot >= _TELLING_BYTES for part in parts],
     )
 
 

@@ -18,6 +18,8 @@ _HOLDS_NOTHING = 0
 @dataclass(slots=True)
 class _Block:
     references: int = 0
+    counted: bool = False
+    """Whether every reference is known: from its first allocation on, not if it was first seen shared."""
     holders: list[str] = field(default_factory=list)
     cached: bool = False
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_HOLDERS))
@@ -55,6 +57,10 @@ class Ownership:
         self.held = torch.zeros((16, num_blocks), dtype=torch.bool, device=device)
         self.references = torch.zeros(num_blocks, dtype=torch.int32, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.held, self.references))
+
     def remember(self, blocks: Sequence[int], request: str | None) -> None:
         """Note for reports, and for nothing else, that blocks were handed to a request."""
         if request is not None:
@@ -68,12 +74,12 @@ class Ownership:
             block = self._blocks.setdefault(number, _Block())
             if number == self._null_block:
                 misuses.append(Misuse(number, request, None, "the null block was handed out"))
-            if block.references > 0:
+            if block.references > 0 and block.counted:
                 other = block.holders[-1] if block.holders else None
-                misuses.append(Misuse(number, request, other, "handed out while it is held: double allocation"))
-                for holder in block.holders:
-                    self._set_held(holder, number, False)
-            block.references, block.holders, block.cached = 0, [], False
+                detail = f"handed out while {other or 'another request'} still holds it: double allocation"
+                misuses.append(Misuse(number, request, other, detail))
+            self._drop_holders(number, block)
+            block.references, block.counted, block.cached = 0, True, False
             self._hold(number, block, request)
         self._count(blocks)
         return misuses
@@ -85,7 +91,7 @@ class Ownership:
             block = self._blocks.get(number)
             if block is None:
                 block = self._blocks[number] = _Block()
-            elif block.references == 0 and not block.cached:
+            elif block.counted and block.references == 0 and not block.cached:
                 last = block.history[-1] if block.history else None
                 misuses.append(Misuse(number, request, last, "shared after it was freed and not cached"))
             self._hold(number, block, request)
@@ -100,12 +106,14 @@ class Ownership:
             if block is None:
                 continue
             if block.references == 0:
-                last = block.history[-1] if block.history else None
-                misuses.append(Misuse(number, request, last, "freed although nobody holds it: double free"))
+                if block.counted:
+                    last = block.history[-1] if block.history else None
+                    misuses.append(Misuse(number, request, last, "freed although nobody holds it: double free"))
                 continue
             if request is not None and request not in block.holders:
-                other = block.holders[-1] if block.holders else None
-                misuses.append(Misuse(number, request, other, "freed by a request that does not hold it"))
+                if block.counted:
+                    other = block.holders[-1] if block.holders else None
+                    misuses.append(Misuse(number, request, other, "freed by a request that does not hold it"))
                 continue
             block.references -= 1
             block.cached = block.cached or cached
@@ -113,14 +121,27 @@ class Ownership:
                 block.holders.remove(request)
                 if request not in block.holders:
                     self._set_held(request, number, False)
+                    self._forget_if_empty(request)
             if block.references == 0:
-                for holder in block.holders:
-                    self._set_held(holder, number, False)
-                block.holders = []
-        if request is not None:
-            self._forget_if_empty(request)
+                self._drop_holders(number, block)
         self._count(blocks)
         return misuses
+
+    def unreadable(self, blocks: Sequence[int]) -> list[int]:
+        """Those of ``blocks`` whose contents nobody may read any more: they are free and not cached."""
+        return [
+            number
+            for number in blocks
+            if (block := self._blocks.get(number)) and block.counted and not block.references and not block.cached
+        ]
+
+    def forget(self) -> None:
+        """Nothing is known about any block any more, and nothing held."""
+        self._blocks.clear()
+        for request in list(self._tables):
+            self._end(request)
+        self.held.zero_()
+        self.references.zero_()
 
     def rows(self, requests: Sequence[str]) -> list[int]:
         """The row of ``held`` for each request; -1 for a request that no event has named."""
@@ -153,7 +174,9 @@ class Ownership:
         row = self._rows_used
         self._rows_used += 1
         if row == self.held.shape[0]:
-            self.held = torch.cat([self.held, torch.zeros_like(self.held)])
+            # In-place updates must work in and outside inference mode, whichever the engine is in now.
+            with torch.inference_mode(False):
+                self.held = torch.cat([self.held, torch.zeros_like(self.held)])
         return row
 
     def _set_held(self, request: str, block: int, held: bool) -> None:
@@ -161,10 +184,18 @@ class Ownership:
         if row is not None:
             self.held[row, block] = held
 
+    def _drop_holders(self, number: int, block: _Block) -> None:
+        holders, block.holders = block.holders, []
+        for holder in holders:
+            self._set_held(holder, number, False)
+            self._forget_if_empty(holder)
+
     def _forget_if_empty(self, request: str) -> None:
         table = self._tables.get(request)
-        if table is None or any(request in self._blocks[number].holders for number in table):
-            return
+        if table is not None and not any(request in self._blocks[number].holders for number in table):
+            self._end(request)
+
+    def _end(self, request: str) -> None:
         del self._tables[request]
         self._free_rows.append(self._row_of.pop(request))
         self._ended[request] = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+from kvcanary_agent.kernels.hashing import chain_seed
 from kvcanary_agent.kernels.plan import Fault
 from kvcanary_agent.kernels.ring import Field
 
@@ -45,16 +46,16 @@ _DETAIL_OF_FAULT = {
     Fault.PAD_OUTSIDE: "padding writes outside the null block",
     Fault.PAD_LIVE: "padding writes over a live slot",
 }
-_WRITE_FAULTS = (Fault.WRITE_ADDRESS, Fault.WRITE_POSITION, Fault.WRITE_TOKEN)
+_ACTS = (Fault.WRITE_ADDRESS, Fault.WRITE_POSITION, Fault.WRITE_TOKEN, Fault.PAD_OUTSIDE, Fault.PAD_LIVE)
 _TOKEN_FAULTS = (Fault.TOKEN, Fault.WRITE_TOKEN, Fault.WRITE_SHARED, Fault.WRITE_TWICE)
 _HASH_FAULTS = (Fault.CHAIN, Fault.CONTENT, Fault.TRANSFER)
 _VALUELESS_FAULTS = (Fault.LOST_WRITE, Fault.NONFINITE, Fault.WRITE_NOT_HELD, Fault.READ_NOT_HELD)
 
 
-class _Recent(OrderedDict[tuple[object, ...], None]):
+class _Recent(OrderedDict[Hashable, None]):
     """A set that forgets its oldest members."""
 
-    def add(self, key: tuple[object, ...]) -> bool:
+    def add(self, key: Hashable) -> bool:
         """Whether the key is new."""
         new = key not in self
         self[key] = None
@@ -80,8 +81,7 @@ class Reporter:
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._names: dict[int, str] = {}
         self._next_number = 1
-        self._anchors: dict[tuple[str | None, int], int] = {}
-        self._anchor_of_number: list[tuple[str | None, int]] = []
+        self._seeds: OrderedDict[int, tuple[str | None, int]] = OrderedDict()
         self._reported = _Recent()
         self._bad_transfers = _Recent()
         self._since_last_take: list[Violation] = []
@@ -104,18 +104,18 @@ class Reporter:
         """The request of a number, if it is remembered."""
         return self._names.get(number)
 
-    def anchor_of(self, namespace: str | None, epoch: int) -> int:
-        """The number of the pair that a chain starts from, from 0."""
-        key = (namespace, epoch)
-        number = self._anchors.get(key)
-        if number is None:
-            number = self._anchors[key] = len(self._anchor_of_number)
-            self._anchor_of_number.append(key)
-        return number
+    def seed_of(self, namespace: str | None, epoch: int) -> int:
+        """The chain before position 0."""
+        seed = chain_seed(namespace, epoch)
+        self._seeds[seed] = (namespace, epoch)
+        self._seeds.move_to_end(seed)
+        if len(self._seeds) > _REMEMBERED:
+            self._seeds.popitem(last=False)
+        return seed
 
-    def anchor(self, number: int) -> tuple[str | None, int]:
-        """The (namespace, epoch) of a number."""
-        return self._anchor_of_number[number]
+    def epoch_of(self, seed: int) -> int | None:
+        """The epoch that a chain starts from, if its seed is remembered."""
+        return self._seeds[seed][1] if seed in self._seeds else None
 
     def faults(self, entries: list[list[int]]) -> None:
         """Report entries of the ring."""
@@ -159,8 +159,11 @@ class Reporter:
             self._bad_transfers.add(at)
         outside = entry[Field.FOUND] if entry[Field.SLOT] < 0 else None
         # A wrong write is an act of its step; everything else is a state that lasts.
-        moment = entry[Field.STEP] if fault in _WRITE_FAULTS else None
-        if self._reported.add((fault, *at, entry[Field.PART], entry[Field.OWNER], outside, moment)):
+        moment = entry[Field.STEP] if fault in _ACTS else None
+        place = (fault, *at, entry[Field.PART], outside, moment)
+        new_place = self._reported.add(place)
+        patrol = entry[Field.OWNER] == 0
+        if new_place if patrol else self._reported.add((entry[Field.OWNER], place)):
             self.report(self.decode(entry))
 
     def decode(self, entry: list[int]) -> Violation:
@@ -193,9 +196,9 @@ class Reporter:
         )
 
     def _kind(self, fault: Fault, entry: list[int]) -> Kind:
-        if fault is Fault.ANCHOR:
-            wanted, found = self.anchor(entry[Field.EXPECTED]), self.anchor(entry[Field.FOUND])
-            return Kind.NAMESPACE if wanted[0] != found[0] else Kind.EPOCH
+        if fault is Fault.SEED:
+            wanted, found = self._seeds.get(entry[Field.EXPECTED]), self._seeds.get(entry[Field.FOUND])
+            return Kind.EPOCH if wanted and found and wanted[0] == found[0] else Kind.NAMESPACE
         at = (entry[Field.GROUP], entry[Field.SLOT], entry[Field.WRITTEN_STEP])
         if fault is Fault.CONTENT and at in self._bad_transfers:
             return Kind.TRANSFER
@@ -204,19 +207,24 @@ class Reporter:
     def _show(self, fault: Fault, value: int) -> str:
         if fault in _TOKEN_FAULTS:
             return self._show_token(value)
-        if fault is Fault.ANCHOR:
-            namespace, epoch = self.anchor(value)
-            return f"namespace {'none' if namespace is None else self._hash(namespace.encode())}, epoch {epoch}"
+        if fault is Fault.SEED:
+            namespace, epoch = self._seeds.get(value, ("forgotten", None))
+            return f"namespace {'none' if namespace is None else self.keyed(namespace.encode())}, epoch {epoch}"
         if fault in _HASH_FAULTS:
-            return f"{value & (2**64 - 1):016x}"
+            return self.show_hash(value)
         return str(value)
+
+    def show_hash(self, value: int) -> str:
+        """A chain, fingerprint or digest for a report: hashed with this process's key, as it follows from tokens."""
+        return f"hash:{self.keyed(value.to_bytes(8, 'little', signed=True))}"
 
     def _show_token(self, token: int) -> str:
         if token < 0:
             return "none"
         if self._reveal_tokens:
             return str(token)
-        return f"hash:{self._hash(token.to_bytes(8, 'little'))}"
+        return f"hash:{self.keyed(token.to_bytes(8, 'little'))}"
 
-    def _hash(self, data: bytes) -> str:
+    def keyed(self, data: bytes) -> str:
+        """A short hash that only this process could have made."""
         return hashlib.blake2b(data, digest_size=4, key=self._token_key).hexdigest()

@@ -32,10 +32,9 @@ class GroupStep:
     Attributes:
         block_table: ``[rows, max_blocks]`` integer: position p of row r lives in slot
             ``block_table[r, p // block_size] * block_size + p % block_size``.
-        write_slots: ``[tokens]`` integer: the slot that each new token is written to; a negative value is padding
-            (the write is skipped).
-        pad_slots: ``[any]`` integer: slots that padded rows beyond the batch will write to. Legal are negative
-            values and slots of the null block.
+        write_slots: ``[tokens]`` integer: the slot that each new token is written to; -1 if the write is skipped.
+        pad_slots: ``[any]`` integer: slots that padded rows beyond the batch will write to. Legal are -1 and slots
+            of the null block.
     """
 
     block_table: torch.Tensor

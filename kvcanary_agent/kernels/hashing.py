@@ -7,6 +7,7 @@ All arithmetic is on 64-bit integers that wrap, kept in ``torch.int64`` because 
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
@@ -61,6 +62,20 @@ def as_words(view: torch.Tensor) -> torch.Tensor:
     return view.view(_WORDS_OF_SIZE[view.element_size()])
 
 
+def octets_of(payload: torch.Tensor) -> torch.Tensor:
+    """The bytes of each row, ``[rows, bytes]`` uint8, contiguous and aligned for every number type.
+
+    Args:
+        payload: ``[rows, *payload]``, any dtype, any strides.
+    """
+    words = payload.reshape(payload.shape[0], math.prod(payload.shape[1:])).contiguous()
+    if words.stride(1) != 1:
+        # A single column counts as contiguous whatever its stride.
+        words = words.clone(memory_format=torch.contiguous_format)
+    octets = words.view(torch.uint8)
+    return octets.clone() if octets.storage_offset() % 8 else octets
+
+
 def fingerprint(payload: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """A 64-bit fingerprint of each row's bytes.
 
@@ -76,8 +91,7 @@ def fingerprint(payload: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[rows]`` int64.
     """
-    rows = payload.shape[0]
-    octets = payload.reshape(rows, -1).view(torch.uint8)
+    octets = octets_of(payload)
     tail = -octets.shape[1] % 4
     if tail:
         octets = torch.nn.functional.pad(octets, (0, tail))

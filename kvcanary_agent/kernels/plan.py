@@ -34,7 +34,7 @@ class Fault(IntEnum):
     UNWRITTEN = 10
     POSITION = 11
     TOKEN = 12
-    ANCHOR = 13
+    SEED = 13
     """The chain starts from another namespace or epoch."""
     CHAIN = 14
     CONTENT = 15
@@ -52,8 +52,7 @@ class Rows:
     Attributes:
         step: The canary's number of the step.
         owners: ``[rows]`` int32, each request's number.
-        anchors: ``[rows]`` int32, the number of each request's (namespace, epoch).
-        seeds: ``[rows]`` int64, the chain before position 0 for that anchor.
+        seeds: ``[rows]`` int64, the chain before position 0: a hash of each request's namespace and epoch.
         prefix_lens: ``[rows]`` int64.
         block_table: ``[rows, max_blocks]`` int64.
         held: ``[holders, blocks]`` bool, which blocks each request holds; None if the adapter does not tell.
@@ -63,7 +62,6 @@ class Rows:
 
     step: int
     owners: torch.Tensor
-    anchors: torch.Tensor
     seeds: torch.Tensor
     prefix_lens: torch.Tensor
     block_table: torch.Tensor
@@ -85,7 +83,7 @@ class Writes:
 
     Attributes:
         rows: ``[tokens]`` int64: the row of each new token.
-        tokens, positions, slots: ``[tokens]`` int64; slots outside the pool or negative are not written.
+        tokens, positions, slots: ``[tokens]`` int64; slots outside the pool are not written.
         expected_tokens: ``[tokens]`` int64: the token that the request is known to have there, -1 if unknown; None
             if the engine knows no tokens.
     """

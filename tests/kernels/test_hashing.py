@@ -194,7 +194,7 @@ def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     storage = storage.view(dtype).reshape([large[dim] for dim in order])
     view = storage.permute([order.index(dim) for dim in range(len(shape))])
     view = view[tuple(slice(offset, None, step) for step in steps)]
-    return view, view.contiguous()
+    return view, view.clone(memory_format=torch.contiguous_format)
 
 
 @settings(deadline=None)

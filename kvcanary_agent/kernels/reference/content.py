@@ -132,7 +132,8 @@ def record_content(records: Records, written: Written, ring: ViolationRing, grou
         same = records.fingerprints[part][slots] == before
         unchanged &= same
         if records.carries_tokens[part]:
-            lost_parts.append((part, same & written.other_token))
+            # A part that is all zeros, whatever the token, is a model's choice.
+            lost_parts.append((part, same & written.other_token & (before != 0)))
         if suspect is not None:
             not_finite.append((part, suspect))
     records.fingerprinted[slots] = True

@@ -6,7 +6,7 @@ import torch
 
 from kvcanary_agent.kernels.hashing import mix
 from kvcanary_agent.kernels.plan import Fault, Reads, Rows
-from kvcanary_agent.kernels.records import Records
+from kvcanary_agent.kernels.records import UNKNOWN, Records
 from kvcanary_agent.kernels.ring import ViolationRing
 
 from .reporting import append
@@ -60,9 +60,12 @@ def verify_metadata(
     outside = reads.outside[:, None].expand_as(reads.live)
     not_held = rows.not_held(reads.rows, blocks)
     stranger = torch.zeros_like(outside) if not_held is None else not_held[:, None].expand_as(reads.live)
-    unwritten = of_slot(records.generation) != records.block_generation[blocks][:, None]
+    generation = of_slot(records.generation)
+    reads.sound.logical_and_(generation != UNKNOWN)
+    unwritten = generation != records.block_generation[blocks][:, None]
     position = of_slot(records.position) != reads.positions
-    anchor = of_slot(records.anchor) != rows.anchors[reads.rows][:, None]
+    seeds = rows.seeds[reads.rows][:, None]
+    seed = of_slot(records.seed) != seeds
     token = torch.zeros_like(reads.live)
     if expected is not None:
         token = (of_slot(records.token) != expected) & (expected != -1)
@@ -70,11 +73,11 @@ def verify_metadata(
     chain = of_slot(records.chain)
     previous = of_slot(records.chain_after).flatten().roll(1).view_as(chain)
     at_start = reads.positions == 0
-    wanted = torch.where(at_start, rows.seeds[reads.rows][:, None], previous)
+    wanted = torch.where(at_start, seeds, previous)
     follows = at_start | (reads.positions > reads.low[reads.rows][:, None])
     broken = (chain != wanted) & follows
 
-    failed = reads.live & (outside | stranger | unwritten | position | token | anchor | broken)
+    failed = reads.sound & (outside | stranger | unwritten | position | token | seed | broken)
     if not bool(failed.any()):
         return {}
 
@@ -106,25 +109,48 @@ def verify_metadata(
 
     report(Fault.READ_ADDRESS, outside, reads.positions, reads.table_blocks[:, None])
     report(Fault.READ_NOT_HELD, stranger, reads.table_blocks[:, None], reads.table_blocks[:, None])
-    report(Fault.UNWRITTEN, unwritten, records.block_generation[blocks][:, None], of_slot(records.generation))
+    report(Fault.UNWRITTEN, unwritten, records.block_generation[blocks][:, None], generation)
     report(Fault.POSITION, position, reads.positions, of_slot(records.position))
     if expected is not None:
         report(Fault.TOKEN, token, expected, of_slot(records.token))
-    report(Fault.ANCHOR, anchor, rows.anchors[reads.rows][:, None], of_slot(records.anchor))
+    report(Fault.SEED, seed, seeds, of_slot(records.seed))
 
-    # A chain is judged only against a predecessor that is sound itself. The break shows at the first foreign slot;
-    # the sum of the breaks up to a slot says by how much its chain differs from the request's own, so that the whole
-    # foreign run is reported, and the request's own slots behind it are not.
+    # A chain is judged only against a predecessor that is sound itself.
     sound_before = reads.sound.flatten().roll(1).view_as(chain) | at_start
-    step_of_chain = torch.where(broken & reads.live & sound_before, chain - wanted, 0)
-    drift = step_of_chain.flatten().cumsum(0).view_as(chain)
-    row_start = torch.ones_like(reads.rows, dtype=torch.bool)
-    row_start[1:] = reads.rows[1:] != reads.rows[:-1]
-    first_entry = torch.where(row_start, torch.arange(row_start.shape[0], device=row_start.device), 0).cummax(0).values
-    drift = drift - (drift[:, 0] - step_of_chain[:, 0])[first_entry][:, None]
-    foreign = of_slot(records.owner) != rows.owners[reads.rows][:, None]
-    report(Fault.CHAIN, (drift != 0) & (foreign | (step_of_chain != 0)), chain - drift, chain)
+    breaks = broken & reads.sound & sound_before
+    if bool(breaks.any()):
+        report(Fault.CHAIN, _foreign_runs(records, rows, reads, breaks), wanted, chain)
     return counts
+
+
+def _foreign_runs(records: Records, rows: Rows, reads: Reads, breaks: torch.Tensor) -> torch.Tensor:
+    """The slots that do not continue their row's prefix, ``[entries, block_size]`` bool.
+
+    A row falls into runs at its breaks. The run at a break is foreign up to the next break whose slot was written by
+    the row's own request, or by one that wrote a part of the prefix before: there the row is itself again. What the
+    request itself has written on top of a foreign run continues it, and is not reported; a break inside the request's
+    own writes is reported for its first slot alone.
+    """
+    size = records.block_size
+    owner = records.owner.view(-1, size)[reads.blocks].flatten()
+    row_of = reads.rows.repeat_interleave(size)
+    foreign = torch.zeros(owner.shape[0], dtype=torch.bool, device=owner.device)
+    at = breaks.flatten().nonzero().flatten().tolist()
+    for row in sorted({int(row_of[place]) for place in at}):
+        slots = ((row_of == row) & reads.live.flatten()).nonzero().flatten()
+        first, end = int(slots[0]), int(slots[-1]) + 1
+        starts = [place for place in at if first <= place < end]
+        reader = int(rows.owners[row])
+        trusted = {reader} | set(owner[first : starts[0]].tolist())
+        in_foreign = False
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            back = int(owner[start]) in trusted
+            if not back:
+                foreign[start:stop] = owner[start:stop] != reader
+            elif not in_foreign:
+                foreign[start] = True
+            in_foreign = not back
+    return foreign.view_as(breaks)
 
 
 def digest(records: Records, rows: Rows, reads: Reads) -> torch.Tensor:

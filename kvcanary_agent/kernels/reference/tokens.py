@@ -24,8 +24,11 @@ def known_at(
         positions: int64, not negative.
     """
     width = tokens.shape[1]
-    known = tokens[known_rows.to(torch.int64)[rows], positions.clamp(0, width - 1)].to(torch.int64)
-    known = torch.where((positions < width) & (known >= 0), known, -1)
+    if width:
+        known = tokens[known_rows.to(torch.int64)[rows], positions.clamp(0, width - 1)].to(torch.int64)
+        known = torch.where((positions < width) & (known >= 0), known, -1)
+    else:
+        known = torch.full_like(positions, -1)
     if lengths is None:
         return known
     return torch.where(positions < lengths.to(torch.int64)[rows], known, -2)

@@ -122,47 +122,56 @@ def check_padding(
     return counts
 
 
-def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRing, group: int) -> Written:
+def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRing, group: int) -> tuple[Written, int]:
     """Record who writes what where in this step, before the forward: every field but the fingerprints.
 
     Entered before reads are verified, because a row may read what another row writes in the same step: every layer
-    writes before it reads. Two rows that write different tokens to one slot are a violation; the same token at the
-    same position is legal (a fully cached prompt recomputes its last token into a shared block).
+    writes before it reads. Two rows that write different tokens or chains to one slot are a violation; the same ones
+    are legal (a fully cached prompt recomputes its last token into a shared block).
+
+    Returns:
+        What was written, and how many writes were overwritten by another row's.
     """
-    landed = (writes.slots >= 0) & (writes.slots < records.num_slots)
-    if not bool(landed.all()):
-        writes = Writes(
-            rows=writes.rows[landed],
-            tokens=writes.tokens[landed],
-            positions=writes.positions[landed],
-            slots=writes.slots[landed],
-            expected_tokens=None,
-        )
-    slots = writes.slots
-    owners = rows.owners[writes.rows]
-    tokens, positions = writes.tokens.to(torch.int32), writes.positions.to(torch.int32)
+    added = mix(writes.tokens, writes.positions)
+    before = added.cumsum(0) - added
+    first = torch.ones_like(writes.rows, dtype=torch.bool)
+    first[1:] = writes.rows[1:] != writes.rows[:-1]
+    starts = torch.zeros(rows.owners.shape[0], dtype=torch.int64, device=added.device)
+    starts[writes.rows[first]] = before[first]
+    in_row = before - starts[writes.rows]
+
+    # A skipped write is part of its row's chain, but of no record.
+    at = ((writes.slots >= 0) & (writes.slots < records.num_slots)).nonzero().flatten()
+    slots, row = writes.slots[at], writes.rows[at]
+    tokens, positions = writes.tokens[at], writes.positions[at].to(torch.int32)
+    owners = rows.owners[row]
     recorded = records.step[slots] > 0
     other_token = recorded & (records.token[slots] != tokens)
     written = Written(
         step=rows.step,
         slots=slots,
         owners=owners,
-        positions=writes.positions,
+        positions=writes.positions[at],
         other_token=other_token,
         other_write=~recorded | other_token | (records.position[slots] != positions),
     )
     records.token[slots] = tokens
     records.position[slots] = positions
     records.owner[slots] = owners
-    records.anchor[slots] = rows.anchors[writes.rows]
+    records.seed[slots] = rows.seeds[row]
     records.step[slots] = rows.step
     records.generation[slots] = records.block_generation[slots // records.block_size]
     records.fingerprinted[slots] = False
     order = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
     records.order[slots] = order
+    after = _chain_bases(records, rows, row, (in_row + added)[at])[row] + (in_row + added)[at]
+    records.chain[slots] = after - added[at]
+    records.chain_after[slots] = after
+
     winner = records.order[slots]
-    overwritten = (winner != order) & ((tokens != tokens[winner]) | (positions != positions[winner]))
-    if bool(overwritten.any()):
+    overwritten = (winner != order) & ((after != after[winner]) | (positions != positions[winner]))
+    count = int(overwritten.sum())
+    if count:
         append(
             ring,
             records,
@@ -170,27 +179,16 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
             group=group,
             step=rows.step,
             owner=owners[overwritten],
-            position=writes.positions[overwritten],
+            position=written.positions[overwritten],
             slot=slots[overwritten],
             part=-1,
             expected=tokens[overwritten],
             found=tokens[winner[overwritten]],
         )
-
-    added = mix(writes.tokens, writes.positions)
-    before = added.cumsum(0) - added
-    first = torch.ones_like(writes.rows, dtype=torch.bool)
-    first[1:] = writes.rows[1:] != writes.rows[:-1]
-    starts = torch.zeros(rows.owners.shape[0], dtype=torch.int64, device=slots.device)
-    starts[writes.rows[first]] = before[first]
-    in_row = before - starts[writes.rows]
-    chain = _chain_bases(records, rows, writes, in_row + added)[writes.rows] + in_row
-    records.chain[slots] = chain
-    records.chain_after[slots] = chain + added
-    return written
+    return written, count
 
 
-def _chain_bases(records: Records, rows: Rows, writes: Writes, after_in_row: torch.Tensor) -> torch.Tensor:
+def _chain_bases(records: Records, rows: Rows, write_rows: torch.Tensor, after_in_row: torch.Tensor) -> torch.Tensor:
     """The chain before each row's first new token, ``[rows]`` int64.
 
     It is the chain after the row's last prefix token. If that token is written in this very step by another row (a
@@ -198,7 +196,8 @@ def _chain_bases(records: Records, rows: Rows, writes: Writes, after_in_row: tor
     rows form a forest, whose paths are halved until every row hangs from a resolved one.
 
     Args:
-        after_in_row: ``[tokens]`` int64: the sum over the row's new tokens up to and including each.
+        write_rows: ``[writes]`` int64: the row of each recorded write of this step.
+        after_in_row: ``[writes]`` int64: the sum over the row's new tokens up to and including each.
     """
     size = records.block_size
     last = rows.prefix_lens - 1
@@ -211,7 +210,7 @@ def _chain_bases(records: Records, rows: Rows, writes: Writes, after_in_row: tor
     if not bool(pending.any()):
         return base
     writer = torch.where(pending, records.order[slot], 0).to(torch.int64)
-    parent = torch.where(pending, writes.rows[writer], -1)
+    parent = torch.where(pending, write_rows[writer], -1)
     base = torch.where(pending, after_in_row[writer], base)
     for _ in range(rows.owners.shape[0].bit_length()):
         ancestor = parent.clamp(min=0)
