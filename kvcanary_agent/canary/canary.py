@@ -286,6 +286,7 @@ class Canary:
 
     def close(self) -> None:
         """Let go of the engine's tensors; no other call may follow."""
+        self._sink.close()
         del self.layout, self._reporter
         self._pending = None
         self._records, self._stored, self._patrols = [], [], []
@@ -480,6 +481,7 @@ class Canary:
         found = list(violations) or [self._reporter.decode(entry) for entry in entries if phase != "sweep"]
         if found:
             self.abandon_step()
+            self._sink.flush()
             raise KVCanaryError(found)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 
 class Kind(str, Enum):
@@ -96,8 +95,11 @@ class CheckCounts:
     slots: dict[str, tuple[int, int]]
 
 
-class Sink(Protocol):
-    """Who listens to a canary. Calls come from the thread that runs the step and must not block it."""
+class Sink:
+    """Who listens to a canary. Calls come from the thread that runs the step and must not block it.
+
+    This one hears nothing: a sink overrides the methods that it is interested in.
+    """
 
     def violation(self, violation: Violation) -> None:
         """A violation, once per slot, part and write: a slot that stays broken is not reported again each step."""
@@ -120,6 +122,12 @@ class Sink(Protocol):
 
     def records_memory(self, num_bytes: int, pool_bytes: int) -> None:
         """The canary has allocated its records and scratch: their bytes and those of the pool."""
+
+    def flush(self) -> None:
+        """The step is about to be failed, and the process may end with it: see that what was reported gets out."""
+
+    def close(self) -> None:
+        """The canary is closed; no other call follows."""
 
     def drill(self, kind: str, step: int, description: str) -> None:
         """A drill has injected a fault: what follows is no real one."""

@@ -6,7 +6,6 @@ import torch
 
 from .hashing import as_words, word_keys
 
-
 UNKNOWN = -1
 """Generation of a slot that came from elsewhere: there is no record that anything could be compared with."""
 

@@ -60,6 +60,11 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
             if tally.lost:
                 yield Observation(tally.lost, pool_attributes(key))
 
+    def drills(_: CallbackOptions) -> Iterable[Observation]:
+        for key, tally in list(tallies.pools.items()):
+            for kind, count in list(tally.drills.items()):
+                yield Observation(count, {**pool_attributes(key), semconv.KIND: kind})
+
     def records_memory(_: CallbackOptions) -> Iterable[Observation]:
         for key, tally in list(tallies.pools.items()):
             if tally.records_bytes is not None:
@@ -92,6 +97,9 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
         [lost],
         "{violation}",
         "Violations counted without their details.",
+    )
+    meter.create_observable_counter(
+        "kvcanary.drills", [drills], "{drill}", "Faults injected on purpose, see KVCANARY_DRILL."
     )
     meter.create_observable_up_down_counter(
         "kvcanary.records.memory", [records_memory], "By", "Memory of the canary's records and scratch."

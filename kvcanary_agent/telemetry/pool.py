@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcanary_agent.canary.violation import CheckCounts, Sink, Violation
 from kvcanary_agent.telemetry import semconv
 from kvcanary_agent.telemetry.tallies import PoolKey, PoolTally
 
 if TYPE_CHECKING:
-    from kvcanary_agent.canary.violation import CheckCounts, Violation
     from kvcanary_agent.telemetry.exporting import Exporting
     from kvcanary_agent.telemetry.process import Telemetry
 
 
-class PoolTelemetry:
-    """Implements the canary's ``Sink``. Made by :meth:`Telemetry.open_pool`.
+FLUSH_TIMEOUT_S = 1.0
+
+
+class PoolTelemetry(Sink):
+    """What the canary of one pool reports to. Made by :meth:`Telemetry.open_pool`.
 
     Every method is cheap, never waits and never raises. The thread that runs the pool's steps is the only one to call
     them.
@@ -46,6 +49,10 @@ class PoolTelemetry:
         self._records_bytes = None
         if self._tally is not None:
             self._tally.records_bytes = None
+
+    def flush(self) -> None:
+        """Waits until what was reported has been exported, at most :data:`FLUSH_TIMEOUT_S` seconds."""
+        self._telemetry.flush(FLUSH_TIMEOUT_S)
 
     def coverage(self, subject: str, covered: bool, reason: str = "") -> None:
         """States whether something of this pool (a layer, a check) is checked; see :meth:`Telemetry.coverage`."""
@@ -99,6 +106,16 @@ class PoolTelemetry:
             tally.lost += count
         except Exception as error:
             self._telemetry.failures.log("counting lost violations", error)
+
+    def drill(self, kind: str, step: int, description: str) -> None:
+        """Announces, in the log and as a log record, that a drill has injected a fault."""
+        try:
+            tally, exporting = self._attach()
+            tally.drills[kind] = tally.drills.get(kind, 0) + 1
+            attributes = {**self._attributes, semconv.KIND: kind, semconv.STEP: step}
+            exporting.reporter.drill(f"DRILL: {kind} injected at step {step}: {description}", attributes)
+        except Exception as error:
+            self._telemetry.failures.log("announcing a drill", error)
 
     def records_memory(self, num_bytes: int, pool_bytes: int) -> None:
         """States the memory of the canary's records and scratch: the pool is watched from now on, which is exported at

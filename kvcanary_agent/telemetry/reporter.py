@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -46,6 +47,16 @@ class _PassReport:
     context: Context
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DrillReport:
+    sentence: str
+    attributes: Attributes
+    time_ns: int
+
+
+_Report = _ViolationReport | _PassReport | _DrillReport
+
+
 class Reporter:
     """A queue of what was found, and the thread that empties it.
 
@@ -66,7 +77,7 @@ class Reporter:
         self._otel_logger = logger
         self._logs_are_exported = logs_are_exported
         self._request_export = request_export
-        self._pending: queue.SimpleQueue[_ViolationReport | _PassReport | threading.Event | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
         self._lines = ViolationLines()
         self._recent: defaultdict[str, deque[Violation]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._diagnoses: dict[Violation, Diagnosis] = {}
@@ -111,6 +122,10 @@ class Reporter:
             )
         )
 
+    def drill(self, sentence: str, attributes: Attributes) -> bool:
+        """Has an injected fault logged; never waits. False if too many reports are pending and it was dropped."""
+        return self._submit(_DrillReport(sentence=sentence, attributes=attributes, time_ns=time.time_ns()))
+
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything submitted so far is reported (not exported); False after ``timeout_s`` seconds."""
         reached = threading.Event()
@@ -126,7 +141,7 @@ class Reporter:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
-    def _submit(self, report: _ViolationReport | _PassReport) -> bool:
+    def _submit(self, report: _Report) -> bool:
         if self._pending.qsize() >= MAX_PENDING:
             return False
         self._pending.put(report)
@@ -147,6 +162,8 @@ class Reporter:
                 continue
             if isinstance(item, _ViolationReport):
                 self._attempt("reporting a violation", partial(self._report_violation, item))
+            elif isinstance(item, _DrillReport):
+                self._attempt("announcing a drill", partial(self._report_drill, item))
             else:
                 self._attempt("reporting a pass of checks", partial(self._report_pass, item))
             if self._pending.empty():
@@ -183,6 +200,17 @@ class Reporter:
             body=diagnosis.sentence,
             attributes={**report.attributes, **semconv.violation_attributes(report.violation, diagnosis)},
         )
+
+    def _report_drill(self, report: _DrillReport) -> None:
+        self._otel_logger.emit(
+            timestamp=report.time_ns,
+            severity_number=SeverityNumber.WARN,
+            severity_text="WARN",
+            event_name=semconv.DRILL_EVENT,
+            body=report.sentence,
+            attributes=report.attributes,
+        )
+        logging.getLogger(semconv.SCOPE).warning("kvcanary: %s", report.sentence)
 
     def _report_pass(self, report: _PassReport) -> None:
         span = self._tracer.start_span(

@@ -47,6 +47,9 @@ DETAIL = "kvcanary.detail"
 CAUSE = "kvcanary.cause"
 CONFIDENCE = "kvcanary.confidence"
 
+DRILL_EVENT = "kvcanary.drill"
+"""Name of the log record's event when a drill has injected a fault."""
+
 VIOLATION_EVENT = "kvcanary.violation"
 """Name of the span event and of the log record's event."""
 

@@ -31,12 +31,14 @@ class PoolTally:
     Attributes:
         checks: Check -> ``[slots that passed, slots that failed]``.
         violations: ``(kind, layer or "", part or "")`` -> violations.
+        drills: Kind of drill -> faults injected.
         lost: Violations that were counted but whose details were not kept.
         records_bytes: Bytes of the canary's records and scratch; None while the pool has no canary.
     """
 
     checks: dict[str, list[int]] = field(default_factory=dict)
     violations: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    drills: dict[str, int] = field(default_factory=dict)
     lost: int = 0
     records_bytes: int | None = None
 

@@ -23,6 +23,7 @@ from kvcanary_agent.canary import (
     KVGroup,
     KVLayout,
     KVPart,
+    Sink,
     Violation,
 )
 from kvcanary_agent.settings import Settings
@@ -31,7 +32,7 @@ LAYERS, HEADS, DIM = 2, 2, 8
 BLOCK_SIZE = 4
 
 
-class RecordingSink:
+class RecordingSink(Sink):
     """Keeps all it hears."""
 
     def __init__(self) -> None:

@@ -1,0 +1,57 @@
+"""vLLM: the V1 model runner, in whichever process holds the KV pool.
+
+The worker's process owns the pool and is told by every `SchedulerOutput` which blocks were handed out, so the canary
+lives there alone. `model_runner` patches the runner and describes its steps, `pool` describes its pool, and
+`slot_probe` finds out where a layer keeps the bytes of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvcanary_agent import runtime
+from kvcanary_agent.activation.patching import patch_method
+from kvcanary_agent.adapters.vllm.model_runner import export_coverage, patch_model_runner, pool_contents_lost
+
+
+def patch(module: ModuleType) -> None:
+    """Patch an engine module that has just been imported; those of `adapters.targets.BUILTIN` that name this one."""
+    name, class_name, patch_class = _PATCHES[module.__name__]
+    cls = getattr(module, class_name, None)
+    if not isinstance(cls, type):
+        runtime.not_covered("vllm", name, f"{module.__name__} has no class {class_name}")
+        return
+    patch_class(cls)
+
+
+def _patch_worker(cls: type) -> None:
+    if hasattr(cls, "wake_up"):
+        patch_method(cls, "wake_up", _around_wake_up)
+
+
+def _around_wake_up(call: Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> Any:
+    result = call(*args, **kwargs)
+    pool_contents_lost(worker.model_runner)
+    return result
+
+
+def _patch_v2_model_runner(cls: type) -> None:
+    # Only when the engine chooses it: the module is imported by servers that run V1, too.
+    if hasattr(cls, "initialize_kv_cache"):
+        patch_method(cls, "initialize_kv_cache", _around_v2_initialize_kv_cache)
+
+
+def _around_v2_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    runtime.not_covered("vllm", "V2 model runner", "not supported yet; VLLM_USE_V2_MODEL_RUNNER=0 selects V1")
+    result = call(*args, **kwargs)
+    export_coverage()
+    return result
+
+
+_PATCHES: dict[str, tuple[str, str, Callable[[type], None]]] = {
+    "vllm.v1.worker.gpu_model_runner": ("V1 model runner", "GPUModelRunner", patch_model_runner),
+    "vllm.v1.worker.gpu.model_runner": ("V2 model runner", "GPUModelRunner", _patch_v2_model_runner),
+    "vllm.v1.worker.gpu_worker": ("worker", "Worker", _patch_worker),
+}
