@@ -18,10 +18,17 @@ def _demo(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def _faults(arguments: list[str]) -> int:
+    from kvcanary_agent.faults import command
+
+    return command.main(arguments)
+
+
 # Each imports what it needs when it is chosen: `run` must not wait for torch.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (_run, "run a program with the agent in it"),
     "demo": (_demo, "see the agent catch a corrupted KV cache"),
+    "faults": (_faults, "run fault cases on an embedded pool"),
 }
 
 
