@@ -1,0 +1,25 @@
+"""Run from the root of the checkout, with the Python of ``environment.sh vllm``: ``-m pytest tests/engines/vllm``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm.harness import HERE, Engine
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    names = ["llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid", "deepseek_mla"]
+    made = subprocess.run(
+        [sys.executable, HERE.parent / "make_models.py", *names], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(models, tmp_path_factory.mktemp("jobs"))
