@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from kvcanary_agent import runtime
-from kvcanary_agent.activation.patching import patch_method
 from kvcanary_agent.adapters.vllm.model_runner import export_coverage, patch_model_runner, pool_contents_lost
 
 
@@ -28,7 +27,7 @@ def patch(module: ModuleType) -> None:
 
 def _patch_worker(cls: type) -> None:
     if hasattr(cls, "wake_up"):
-        patch_method(cls, "wake_up", _around_wake_up)
+        runtime.patch_class("vllm", cls, {"wake_up": _around_wake_up})
 
 
 def _around_wake_up(call: Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +39,7 @@ def _around_wake_up(call: Callable[..., Any], worker: Any, /, *args: Any, **kwar
 def _patch_v2_model_runner(cls: type) -> None:
     # Only when the engine chooses it: the module is imported by servers that run V1, too.
     if hasattr(cls, "initialize_kv_cache"):
-        patch_method(cls, "initialize_kv_cache", _around_v2_initialize_kv_cache)
+        runtime.patch_class("vllm", cls, {"initialize_kv_cache": _around_v2_initialize_kv_cache})
 
 
 def _around_v2_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary_agent import runtime
-from kvcanary_agent.activation.patching import patch_method
 from kvcanary_agent.adapters.vllm.pool import NULL_BLOCK, NotCovered, Pool, describe_pool
 from kvcanary_agent.canary.canary import Canary
 from kvcanary_agent.canary.layout import LayoutError
@@ -118,13 +117,19 @@ def patch_model_runner(cls: type) -> None:
     if problem is not None:
         runtime.not_covered("vllm", "V1 model runner", problem)
         if hasattr(cls, "initialize_kv_cache"):
-            patch_method(cls, "initialize_kv_cache", _around_initialize_unknown)
+            runtime.patch_class("vllm", cls, {"initialize_kv_cache": _around_initialize_unknown})
         return
-    patch_method(cls, "initialize_kv_cache", _around_initialize_kv_cache)
-    patch_method(cls, "_update_states", _around_update_states)
-    patch_method(cls, "_prepare_inputs", _around_prepare_inputs)
-    patch_method(cls, "_model_forward", _around_model_forward)
-    patch_method(cls, "shutdown", _around_shutdown)
+    runtime.patch_class(
+        "vllm",
+        cls,
+        {
+            "initialize_kv_cache": _around_initialize_kv_cache,
+            "_update_states": _around_update_states,
+            "_prepare_inputs": _around_prepare_inputs,
+            "_model_forward": _around_model_forward,
+            "shutdown": _around_shutdown,
+        },
+    )
 
 
 def pool_contents_lost(runner: Any) -> None:
