@@ -6,25 +6,44 @@ the engine has imported by then; OpenTelemetry is imported with the first pool.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+import sys
+import weakref
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvcanary_agent.activation.patching import Around, patch_method
+from kvcanary_agent.activation.patching import Around, owner_of, patch_method, unwrap_method
 from kvcanary_agent.canary import Canary, KVCanaryError, KVLayout, Sink
 from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
     from kvcanary_agent.telemetry import Telemetry
 
-__all__ = ["FailOpen", "KVCanaryError", "covered", "not_covered", "open_canary", "patch_class", "telemetry"]
+__all__ = [
+    "FailOpen",
+    "KVCanaryError",
+    "close_canary",
+    "covered",
+    "not_covered",
+    "on_shut_down",
+    "open_canary",
+    "patch_class",
+    "shut_down",
+    "telemetry",
+]
+
+_SHUT_DOWN_TIMEOUT_S = 1.0
 
 log = logging.getLogger("kvcanary_agent")
 
 _settings: Settings | None = None
 _telemetry: Telemetry | None = None
+_open: weakref.WeakValueDictionary[str, Canary] = weakref.WeakValueDictionary()
+_shut_down_callbacks: list[Callable[[], None]] = []
 _already_said: set[tuple[str, str, str]] = set()
 
 
@@ -34,7 +53,7 @@ def settings() -> Settings:
     if _settings is None:
         _settings, complaints = Settings.tolerant(os.environ)
         for complaint in complaints:
-            log.warning("kvcanary: %s", complaint)
+            log.warning("kvcanary: %s; the default is used", complaint)
     return _settings
 
 
@@ -49,7 +68,9 @@ def telemetry() -> Telemetry:
 
 
 def patch_class(engine: str, cls: type, arounds: Mapping[str, Around]) -> bool:
-    """Patch methods of an engine's class, or, if one of them cannot be patched, say so; whether all are patched.
+    """Patch methods of an engine's class, all of them or none; whether they are patched now.
+
+    If one cannot be patched, that is said, and the class stays as it is.
 
     Args:
         engine: The engine's name.
@@ -57,10 +78,15 @@ def patch_class(engine: str, cls: type, arounds: Mapping[str, Around]) -> bool:
         arounds: Method name -> what runs instead, see `kvcanary_agent.activation.patching`.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
+    patched: list[tuple[type, str]] = []
     try:
         for method, around in arounds.items():
-            patch_method(cls, method, around)
+            owner = owner_of(cls, method)
+            if patch_method(cls, method, around):
+                patched.append((owner, method))
     except (AttributeError, TypeError, RuntimeError) as error:
+        for owner, method in patched:
+            unwrap_method(owner, method)
         telemetry().patched(engine, name, "failed")
         not_covered(engine, name, str(error))
         return False
@@ -76,6 +102,7 @@ def open_canary(layout: KVLayout) -> Canary | None:
         without.
     """
     try:
+        layout = _uniquely_named(layout)
         sink = telemetry().open_pool(
             engine=layout.engine,
             engine_version=layout.engine_version,
@@ -84,13 +111,63 @@ def open_canary(layout: KVLayout) -> Canary | None:
             world_size=layout.world_size,
         )
         canary = _new_canary(layout, sink)
+        _open[layout.pool] = canary
+        # An engine that is dropped without a word takes its canary with it.
+        weakref.finalize(canary, sink.close).atexit = False
     except Exception as error:
-        not_covered(layout.engine, f"pool {layout.pool}", f"{type(error).__name__}: {error}")
+        not_covered(layout.engine, f"pool {layout.pool}", _described(error))
         return None
     covered(layout.engine, f"pool {layout.pool}")
+    _announce(layout)
     for subject, reason in layout.not_covered.items():
         not_covered(layout.engine, subject, reason)
     return canary
+
+
+def _uniquely_named(layout: KVLayout) -> KVLayout:
+    name, number = layout.pool, 1
+    while layout.pool in _open:
+        number += 1
+        layout = dataclasses.replace(layout, pool=f"{name}-{number}")
+    return layout
+
+
+def close_canary(canary: Canary) -> None:
+    """Stop to watch a pool, and let go of its tensors."""
+    _open.pop(canary.layout.pool, None)
+    canary.close()
+
+
+def on_shut_down(callback: Callable[[], None]) -> None:
+    """Have an adapter forget its engines when the agent is uninstalled; called once by each adapter."""
+    _shut_down_callbacks.append(callback)
+
+
+def shut_down() -> None:
+    """Stop watching every pool, export what is left and end the agent's threads; part of `uninstall`."""
+    global _telemetry, _settings
+    for callback in _shut_down_callbacks:
+        callback()
+    for canary in list(_open.values()):
+        close_canary(canary)
+    ended, _telemetry, _settings = _telemetry, None, None
+    _already_said.clear()
+    if ended is not None:
+        ended.shutdown(_SHUT_DOWN_TIMEOUT_S)
+
+
+def _announce(layout: KVLayout) -> None:
+    """Say once for each pool that the agent is on; a server without log handlers shows it on standard error."""
+    layers = len({part.layer for group in layout.groups for part in group.parts})
+    line = (
+        f"kvcanary: watching pool {layout.pool} of {layout.engine} {layout.engine_version}".rstrip()
+        + f": {layers} layers, {sum(group.num_slots for group in layout.groups)} slots, mode {settings().mode}, "
+        f"content {settings().content}"
+    )
+    if log.hasHandlers():
+        log.info("%s", line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _new_canary(layout: KVLayout, sink: Sink) -> Canary:
@@ -141,9 +218,18 @@ class FailOpen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is None or isinstance(error, KVCanaryError) or not isinstance(error, Exception):
+        if error is None or isinstance(error, (KVCanaryError, KeyboardInterrupt, GeneratorExit)):
             return False
         self.on = False
-        log.debug("kvcanary: %s failed", self.subject, exc_info=error)
-        not_covered(self.engine, self.subject, f"switched off after {type(error).__name__}: {error}")
+        # The report itself may fail: a log handler of the server, an error that cannot say what it is.
+        with contextlib.suppress(Exception):
+            log.debug("kvcanary: %s failed", self.subject, exc_info=error)
+            not_covered(self.engine, self.subject, f"switched off after {_described(error)}")
         return True
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -54,8 +54,6 @@ class Settings:
     """KVCANARY_SWEEP_SLOTS_PER_STEP: idle cached slots checked in each step; 0 checks none."""
     adapters: tuple[str, ...] = ()
     """KVCANARY_ADAPTERS: the adapters to use, see `kvcanary_agent.activation.adapter_loading`; empty: all built in."""
-    incident_dir: str | None = None
-    """KVCANARY_INCIDENT_DIR: folder that incident files are written to; None writes none."""
     reveal_tokens: bool = False
     """KVCANARY_REVEAL_TOKENS: whether reports carry token ids in clear rather than as keyed hashes."""
 
@@ -133,11 +131,14 @@ def _one_of(*choices: _Choice) -> Callable[[str], _Choice]:
     return parse
 
 
+_LARGEST = 10**9
+
+
 def _at_least(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if re.fullmatch("[0-9]+", text) and int(text) >= minimum:
+        if re.fullmatch("[0-9]{1,10}", text) and minimum <= int(text) <= _LARGEST:
             return int(text)
-        raise SettingsError(f"accepted is a whole number, at least {minimum}")
+        raise SettingsError(f"accepted is a whole number from {minimum} to {_LARGEST}")
 
     return parse
 
@@ -167,7 +168,7 @@ def _check_adapter(entry: str) -> None:
 
 
 def _drill(text: str) -> Drill:
-    match = re.fullmatch(r"([a-z_]+)@([0-9]+)((?:,[^,]*)*)", text)
+    match = re.fullmatch(r"([a-z_]+)@([0-9]{1,10})((?:,[^,]*)*)", text)
     if match is None:
         raise SettingsError("accepted is kind@step, for example content@200, then optionally ,seed=7 and ,confirm")
     kind, step, options = match[1], int(match[2]), match[3].split(",")[1:]
@@ -179,7 +180,7 @@ def _drill(text: str) -> Drill:
     for option in options:
         if option == "confirm":
             confirmed = True
-        elif re.fullmatch("seed=[0-9]+", option):
+        elif re.fullmatch("seed=[0-9]{1,18}", option):
             seed = int(option.removeprefix("seed="))
         else:
             raise SettingsError(f"{option!r} is no option of a drill; accepted are seed=N and confirm")
@@ -193,7 +194,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "scrub_period": _at_least(1),
     "sweep_slots_per_step": _at_least(0),
     "adapters": _adapters,
-    "incident_dir": str,
     "reveal_tokens": _boolean,
     "drill": _drill,
 }

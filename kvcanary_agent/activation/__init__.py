@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Remove the import hook and put the original methods back. Does nothing when nothing is installed."""
+    """Remove the import hook, put the original methods back and stop watching. Nothing if nothing is installed."""
     global _finder
     import sys
 
@@ -69,6 +69,9 @@ def uninstall() -> None:
 
         for left in restore_all():
             warn(left)
+    runtime = sys.modules.get("kvcanary_agent.runtime")
+    if runtime is not None:
+        runtime.shut_down()
 
 
 def builtin_targets() -> "dict[str, str]":

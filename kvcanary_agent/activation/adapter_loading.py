@@ -27,7 +27,7 @@ _log = logging.getLogger("kvcanary_agent")
 
 def warn(message: str) -> None:
     """One line in the server's own log."""
-    _log.warning("kvcanary_agent: %s", message)
+    _log.warning("kvcanary: %s", message)
 
 
 def chosen_adapters(builtin: Mapping[str, list[object]], environ: Mapping[str, str]) -> dict[str, list[object]]:
@@ -117,6 +117,8 @@ def _targets_of(adapter: object) -> list[str]:
     targets = getattr(adapter, "targets", None)
     if not callable(getattr(adapter, "patch", None)):
         raise TypeError("it has no function patch(module)")
+    if targets is None:
+        raise TypeError("it has no targets; add targets = [...], the names of the modules that it patches")
     if isinstance(targets, str) or not isinstance(targets, Iterable):
         raise TypeError(f"its targets must be an iterable of module names, not {targets!r}")
     return [str(target) for target in targets]

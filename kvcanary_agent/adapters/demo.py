@@ -20,33 +20,33 @@ class _Watch:
 
     def __init__(self, canary: Canary) -> None:
         self.canary = canary
-        self.events = runtime.FailOpen(ENGINE, "allocator events")
-        self.steps = runtime.FailOpen(ENGINE, "model steps")
+        # One part for events and steps: without its events a step cannot be judged.
+        self.part = runtime.FailOpen(ENGINE, f"pool {canary.layout.pool}")
         self.sequences: list[Any] = []
 
 
 # An engine's model runner and block manager, each to the watch of that engine.
 _watches: WeakKeyDictionary[Any, _Watch] = WeakKeyDictionary()
+runtime.on_shut_down(_watches.clear)
+
+
+targets = ("kvcanary_agent.demo.engine",)
 
 
 def patch(module: ModuleType) -> None:
     """Patch the classes of `kvcanary_agent.demo.engine`."""
-    runtime.patch_class(ENGINE, module.Engine, {"__init__": _around_engine_init})
-    runtime.patch_class(
-        ENGINE,
-        module.BlockManager,
-        {
-            "allocate": _around_allocate,
-            "share": _around_share,
-            "copy_on_write": _around_copy_on_write,
-            "free": _around_free,
-        },
-    )
-    runtime.patch_class(
-        ENGINE,
-        module.ModelRunner,
-        {"build_batch": _around_build_batch, "forward": _around_forward},
-    )
+    events: dict[str, Callable[..., Any]] = {
+        "allocate": _around_allocate,
+        "share": _around_share,
+        "copy_on_write": _around_copy_on_write,
+        "free": _around_free,
+    }
+    steps: dict[str, Callable[..., Any]] = {"build_batch": _around_build_batch, "forward": _around_forward}
+    # The pool last: without every event and step it cannot be judged, and is not opened.
+    if runtime.patch_class(ENGINE, module.BlockManager, events) and runtime.patch_class(
+        ENGINE, module.ModelRunner, steps
+    ):
+        runtime.patch_class(ENGINE, module.Engine, {"__init__": _around_engine_init})
 
 
 def _around_engine_init(call: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -74,16 +74,16 @@ def _layout(data: torch.Tensor, block_size: int) -> KVLayout:
 def _around_allocate(call: Callable[..., Any], manager: Any, seq: Any, /, *args: Any, **kwargs: Any) -> Any:
     blocks = call(seq, *args, **kwargs)
     watch = _watches.get(manager)
-    if watch and watch.events.on:
-        with watch.events:
+    if watch and watch.part.on:
+        with watch.part:
             watch.canary.allocated(blocks, request=seq.request_id)
     return blocks
 
 
 def _around_share(call: Callable[..., Any], manager: Any, seq: Any, blocks: Any, /) -> None:
     watch = _watches.get(manager)
-    if watch and watch.events.on:
-        with watch.events:
+    if watch and watch.part.on:
+        with watch.part:
             watch.canary.shared(list(blocks), request=seq.request_id)
     call(seq, blocks)
 
@@ -91,8 +91,8 @@ def _around_share(call: Callable[..., Any], manager: Any, seq: Any, blocks: Any,
 def _around_copy_on_write(call: Callable[..., Any], manager: Any, seq: Any, index: int, /) -> Any:
     source, destination = call(seq, index)
     watch = _watches.get(manager)
-    if watch and watch.events.on:
-        with watch.events:
+    if watch and watch.part.on:
+        with watch.part:
             # The bytes follow before the next forward. By then the source may have been freed and handed out again,
             # so its records are copied now.
             watch.canary.allocated([destination], request=seq.request_id)
@@ -103,8 +103,8 @@ def _around_copy_on_write(call: Callable[..., Any], manager: Any, seq: Any, inde
 
 def _around_free(call: Callable[..., Any], manager: Any, seq: Any, /) -> None:
     watch = _watches.get(manager)
-    if watch and watch.events.on:
-        with watch.events:
+    if watch and watch.part.on:
+        with watch.part:
             for cached in (False, True):
                 blocks = [block for block in seq.block_table if manager.is_indexed(block) == cached]
                 watch.canary.freed(blocks, request=seq.request_id, cached=cached)
@@ -123,18 +123,18 @@ def _around_build_batch(call: Callable[..., Any], runner: Any, rows: Any, /) -> 
 
 def _around_forward(call: Callable[..., Any], runner: Any, batch: Any, /) -> Any:
     watch = _watches.get(runner)
-    if not watch or not watch.steps.on:
+    if not watch or not watch.part.on:
         return call(batch)
-    with watch.steps:
+    with watch.part:
         watch.canary.before_forward(_step(batch, watch.sequences))
     try:
         result = call(batch)
     except BaseException:
-        with watch.steps:
+        with watch.part:
             watch.canary.abandon_step()
         raise
-    if watch.steps.on:
-        with watch.steps:
+    if watch.part.on:
+        with watch.part:
             watch.canary.after_forward()
     return result
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
-from kvcanary_agent.kernels import reference
+from kvcanary_agent.kernels import plan
+from kvcanary_agent.kernels.dispatch import checks_for
 from kvcanary_agent.kernels.hashing import chain_seed, mix
-from kvcanary_agent.kernels.plan import Fault, Reads, Rows, Writes, Written
+from kvcanary_agent.kernels.plan import Rows, Writes
 from kvcanary_agent.kernels.records import UNKNOWN, Records
 from kvcanary_agent.kernels.ring import ViolationRing
 from kvcanary_agent.settings import Settings
@@ -49,20 +51,26 @@ class Canary:
         self._epoch = 0
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._pending: list[Written] | None = None
+        self._pending: list[Any] | None = None
         self._claims: dict[tuple[int, int], _Claim] = {}
         self._digest: dict[str, int] = {}
+        # Owners and seeds of the last batch: most steps compute the same requests as the step before.
+        self._batch: tuple[object, torch.Tensor, torch.Tensor] | None = None
         # In-place updates must work in and outside inference mode, whichever the engine is in now.
         with torch.inference_mode(False):
             self._records = [_records_of(group, settings.content) for group in layout.groups]
             self._ring = ViolationRing(RING_CAPACITY, layout.device)
             self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
+        self._checks = [
+            checks_for(records, self._ring, index, self._count) for index, records in enumerate(self._records)
+        ]
         self._stored = [StoredRecords(records) for records in self._records]
         self._patrols = [Patrol(group) for group in layout.groups]
         self._reporter = Reporter(layout, self._ownership, sink, settings.reveal_tokens)
         sink.records_memory(
             self._ring.num_bytes
             + sum(records.num_bytes for records in self._records)
+            + sum(checks.num_bytes for checks in self._checks)
             + sum(ownership.num_bytes for ownership in self._ownership),
             sum(group.bytes_per_slot * group.num_slots for group in layout.groups),
         )
@@ -122,8 +130,7 @@ class Canary:
         for values in records.per_slot:
             blocks = values.view(-1, records.block_size)
             blocks[dst] = blocks[src]
-        fingerprints = records.fingerprints.view(records.fingerprints.shape[0], -1, records.block_size)
-        fingerprints[:, dst] = fingerprints[:, src]
+        records.fingerprints_by_block[:, dst] = records.fingerprints_by_block[:, src]
         generation[dst] = torch.where(valid, records.block_generation[dst][:, None], 0)
 
     def stored(self, key: Hashable, blocks: Sequence[int], *, group: int = 0) -> None:
@@ -139,9 +146,10 @@ class Canary:
         at, records = self._on_device(blocks), self._records[group]
         if not self._stored[group].restore(key, at):
             records.generation.view(-1, records.block_size)[at] = UNKNOWN
+            records.has_unknown = True
             return
         owner = self._reporter.number_of(request) if request is not None else 0
-        self._count("transfer", *reference.verify_transfer(records, at, owner, self._step, self._ring, group))
+        self._checks[group].verify_transfer(at, owner, self._step)
         self._drain()
 
     def rolled_back(self, request: str, length: int) -> None:
@@ -190,23 +198,28 @@ class Canary:
         start = time.time_ns()
         self._step += 1
         shared_rows = self._shared_rows(step)
-        query_lens = (step.query_offsets[1:] - step.query_offsets[:-1]).to(torch.int64)
-        write_rows = torch.repeat_interleave(query_lens)
+        offsets = step.query_offsets.to(torch.int64)
+        write_rows = torch.repeat_interleave(offsets[1:] - offsets[:-1])
         tokens, positions = step.token_ids.to(torch.int64), step.positions.to(torch.int64)
-        expected = self._known_at(step, write_rows, positions)
+        known = None
+        if step.known_tokens is not None:
+            known = plan.KnownTokens(
+                tokens=step.known_tokens.tokens, rows=step.known_tokens.rows, lengths=step.known_tokens.lengths
+            )
         due = []
         self._pending = []
         for index, group_step in enumerate(step.groups):
             rows = self._rows(index, group_step, step, shared_rows)
             writes = Writes(
                 rows=write_rows,
+                offsets=offsets,
                 tokens=tokens,
                 positions=positions,
                 slots=group_step.write_slots.to(torch.int64),
-                expected_tokens=expected,
+                known=known,
             )
             self._pending.append(self._enter_writes(index, rows, writes, group_step))
-            due.append((rows, self._verify_metadata(index, rows, step)))
+            due.append((rows, self._checks[index].verify_reads(rows, self.layout.groups[index].window, known)))
         for index, (rows, reads) in enumerate(due):
             self._verify_content(index, rows, reads)
         if self.layout.world_size > 1:
@@ -236,11 +249,14 @@ class Canary:
             self._finish("sweep", start)
 
     def abandon_step(self) -> None:
-        """The forward did not complete: nobody knows what it has written, so its slots count as unwritten."""
+        """The forward did not complete: nobody knows what it has written.
+
+        A slot that was to hold something else than before counts as unwritten; one that was to be given the same once
+        more, or was abandoned before, is not judged until it is written anew.
+        """
         pending, self._pending = self._pending or [], None
         for index, written in enumerate(pending):
-            # A slot that was to be given the same once more still holds it.
-            self._records[index].generation[written.slots[written.other_write]] = 0
+            self._checks[index].abandon(written)
 
     def sweep(self) -> None:
         """Patrol over everything recorded, once, now.
@@ -289,7 +305,7 @@ class Canary:
         self._sink.close()
         del self.layout, self._reporter
         self._pending = None
-        self._records, self._stored, self._patrols = [], [], []
+        self._records, self._checks, self._stored, self._patrols = [], [], [], []
 
     # Parts of a step
 
@@ -300,13 +316,16 @@ class Canary:
         """What the rows of all groups have in common: owners, seeds and prefix lengths."""
         device = self.layout.device
         namespaces = step.namespaces or [None] * len(step.requests)
-        owners = [self._reporter.number_of(request) for request in step.requests]
-        seeds = [self._reporter.seed_of(namespace, self._epoch) for namespace in namespaces]
-        return (
-            torch.tensor(owners, dtype=torch.int32, device=device),
-            torch.tensor(seeds, dtype=torch.int64, device=device),
-            step.prefix_lens.to(torch.int64),
-        )
+        batch = (tuple(step.requests), tuple(namespaces), self._epoch)
+        if self._batch is None or self._batch[0] != batch:
+            owners = [self._reporter.number_of(request) for request in step.requests]
+            seeds = [self._reporter.seed_of(namespace, self._epoch) for namespace in namespaces]
+            self._batch = (
+                batch,
+                torch.tensor(owners, dtype=torch.int32, device=device),
+                torch.tensor(seeds, dtype=torch.int64, device=device),
+            )
+        return (*self._batch[1:], step.prefix_lens.to(torch.int64))
 
     def _rows(
         self,
@@ -329,76 +348,34 @@ class Canary:
             held=ownership.held if self.layout.reports_ownership else None,
             held_rows=self._on_device(ownership.rows(step.requests)),
             references=ownership.references,
+            first_holders=ownership.first_holders,
         )
 
-    def _known_at(self, step: ForwardStep, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        known = step.known_tokens
-        if known is None:
-            return None
-        return reference.known_at(known.tokens, known.rows, known.lengths, rows, positions)
+    def _enter_writes(self, index: int, rows: Rows, writes: Writes, group_step: GroupStep) -> Any:
+        pad_slots = group_step.pad_slots
+        if pad_slots is not None:
+            pad_slots = pad_slots.to(torch.int64) if pad_slots.numel() else None
+        return self._checks[index].enter(
+            rows, writes, pad_slots, self.layout.groups[index].null_block, self.settings.content == "full"
+        )
 
-    def _enter_writes(self, index: int, rows: Rows, writes: Writes, group_step: GroupStep) -> Written:
-        records = self._records[index]
-        failed = reference.check_writes(records, rows, writes, self._ring, index)
-        if group_step.pad_slots is not None and group_step.pad_slots.numel():
-            failed |= reference.check_padding(
-                records,
-                group_step.pad_slots.to(torch.int64),
-                self.layout.groups[index].null_block,
-                self._step,
-                self._ring,
-                index,
-            )
-        if self.settings.content == "full":
-            slots = writes.slots
-            reference.remeasure(records, slots[(slots >= 0) & (slots < records.num_slots)])
-        written, overwritten = reference.enter_writes(records, rows, writes, self._ring, index)
-        self._count("write", writes.slots.shape[0], sum(failed.values()) + overwritten)
-        return written
-
-    def _verify_metadata(self, index: int, rows: Rows, step: ForwardStep) -> Reads:
-        records = self._records[index]
-        reads = reference.plan_reads(records, rows, self.layout.groups[index].window)
-        expected = self._known_at(step, reads.rows[:, None], reads.positions)
-        failed = reference.verify_metadata(records, rows, reads, expected, self._ring, index)
-        slots = int(reads.live.sum())
-        self._count("address", slots, failed.get(Fault.READ_ADDRESS, 0))
-        if rows.held is not None:
-            self._count("ownership", slots, failed.get(Fault.READ_NOT_HELD, 0))
-        self._count("unwritten", slots, failed.get(Fault.UNWRITTEN, 0))
-        self._count("position", slots, failed.get(Fault.POSITION, 0))
-        if expected is not None:
-            self._count("token", slots, failed.get(Fault.TOKEN, 0))
-        self._count("chain", slots, failed.get(Fault.CHAIN, 0) + failed.get(Fault.SEED, 0))
-        return reads
-
-    def _verify_content(self, index: int, rows: Rows, reads: Reads) -> None:
+    def _verify_content(self, index: int, rows: Rows, reads: Any) -> None:
         parts = len(self.layout.groups[index].parts)
-        due: list[tuple[int, tuple[int, int]]] = []
         if self.settings.content == "full":
-            due = [(part, (0, 1)) for part in range(parts)]
+            self._checks[index].verify_content(rows, reads, [(part, (0, 1)) for part in range(parts)])
         elif self.settings.content == "scrub":
             due = scrub_schedule(self._step, parts, self.settings.scrub_period)
-        for part, block_class in due:
-            self._count(
-                "content",
-                *reference.verify_content(self._records[index], rows, reads, part, self._ring, index, block_class),
-            )
+            self._checks[index].verify_content(rows, reads, due)
 
-    def _record_content(self, index: int, written: Written) -> None:
-        group, records = self.layout.groups[index], self._records[index]
-        if written.slots.numel() and records.views:
-            for fault, counts in reference.record_content(records, written, self._ring, index).items():
-                self._count(fault.name.lower(), *counts)
+    def _record_content(self, index: int, written: Any) -> None:
+        group, checks = self.layout.groups[index], self._checks[index]
+        checks.record_content(written)
         if group.null_block is None:
             return
         parts = len(group.parts)
         due = range(parts) if self.settings.content == "full" else [self._step % parts]
         for part in due:
-            self._count(
-                "nonfinite",
-                *reference.check_null_block(records, part, group.null_block, self._step, self._ring, index),
-            )
+            checks.check_null_block(part, group.null_block, self._step)
 
     def _check_claims(self) -> None:
         """Compare what the prefix index claims with the records, for the blocks that are written by now."""
@@ -443,10 +420,10 @@ class Canary:
             )
         )
 
-    def _digest_of(self, step: ForwardStep, due: Sequence[tuple[Rows, Reads]]) -> dict[str, int]:
+    def _digest_of(self, step: ForwardStep, due: Sequence[tuple[Rows, Any]]) -> dict[str, int]:
         total = torch.zeros(len(step.requests), dtype=torch.int64, device=self.layout.device)
-        for records, (rows, reads) in zip(self._records, due, strict=True):
-            total = total * 31 + reference.digest(records, rows, reads)
+        for checks, (rows, reads) in zip(self._checks, due, strict=True):
+            total = total * 31 + checks.digest(rows, reads)
         return dict(zip(step.requests, total.tolist(), strict=True))
 
     # Reports
@@ -466,7 +443,9 @@ class Canary:
             self._sink.lost_violations(lost)
 
     def _finish(self, phase: str, start_ns: int) -> None:
-        entries, lost = self._ring.drain()
+        for checks in self._checks:
+            checks.collect()
+        entries, lost = self._ring.drain() if self.settings.mode == "raise" else self._ring.poll()
         self._reporter.faults(entries)
         if lost:
             self._sink.lost_violations(lost)
@@ -492,11 +471,7 @@ class _Check:
         self._canary, self._group = canary, group
 
     def __call__(self, first_block: int, num_blocks: int, part: int) -> None:
-        canary, group = self._canary, self._group
-        canary._count(
-            "content",
-            *reference.patrol(canary._records[group], first_block, num_blocks, part, canary._ring, group, canary._step),
-        )
+        self._canary._checks[self._group].patrol(first_block, num_blocks, part, self._canary._step)
 
 
 class _Claim:
@@ -515,6 +490,7 @@ def _records_of(group: KVGroup, content: str) -> Records:
         [part.view for part in parts],
         [part.number_type or part.view.dtype for part in parts],
         ["scale" not in part.part and part.bytes_per_slot >= _TELLING_BYTES for part in parts],
+        group.bytes_tell_context,
     )
 
 

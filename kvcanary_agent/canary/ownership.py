@@ -21,6 +21,8 @@ class _Block:
     counted: bool = False
     """Whether every reference is known: from its first allocation on, not if it was first seen shared."""
     holders: list[str] = field(default_factory=list)
+    first_holder: str | None = None
+    """The request that it was allocated to, while that holds it."""
     cached: bool = False
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_HOLDERS))
 
@@ -44,6 +46,8 @@ class Ownership:
     Attributes:
         held: ``[rows, blocks]`` bool on the pool's device: the request of that row holds the block.
         references: ``[blocks]`` int32 on the pool's device.
+        first_holders: ``[blocks]`` int32 on the pool's device: the row of the request that the block was allocated to,
+            while it holds it; -1 otherwise.
     """
 
     def __init__(self, num_blocks: int, null_block: int | None, device: torch.device) -> None:
@@ -56,10 +60,11 @@ class Ownership:
         self._rows_used = 1
         self.held = torch.zeros((16, num_blocks), dtype=torch.bool, device=device)
         self.references = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        self.first_holders = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.held, self.references))
+        return sum(t.numel() * t.element_size() for t in (self.held, self.references, self.first_holders))
 
     def remember(self, blocks: Sequence[int], request: str | None) -> None:
         """Note for reports, and for nothing else, that blocks were handed to a request."""
@@ -81,6 +86,7 @@ class Ownership:
             self._drop_holders(number, block)
             block.references, block.counted, block.cached = 0, True, False
             self._hold(number, block, request)
+            block.first_holder = request
         self._count(blocks)
         return misuses
 
@@ -119,6 +125,8 @@ class Ownership:
             block.cached = block.cached or cached
             if request is not None:
                 block.holders.remove(request)
+                if request == block.first_holder and request not in block.holders:
+                    block.first_holder = None
                 if request not in block.holders:
                     self._set_held(request, number, False)
                     self._forget_if_empty(request)
@@ -142,6 +150,7 @@ class Ownership:
             self._end(request)
         self.held.zero_()
         self.references.zero_()
+        self.first_holders.fill_(-1)
 
     def rows(self, requests: Sequence[str]) -> list[int]:
         """The row of ``held`` for each request; -1 for a request that no event has named."""
@@ -185,7 +194,7 @@ class Ownership:
             self.held[row, block] = held
 
     def _drop_holders(self, number: int, block: _Block) -> None:
-        holders, block.holders = block.holders, []
+        holders, block.holders, block.first_holder = block.holders, [], None
         for holder in holders:
             self._set_held(holder, number, False)
             self._forget_if_empty(holder)
@@ -207,3 +216,7 @@ class Ownership:
             counts = [self._blocks[number].references if number in self._blocks else 0 for number in blocks]
             at = torch.tensor(blocks, device=self.references.device)
             self.references[at] = torch.tensor(counts, dtype=torch.int32, device=self.references.device)
+            firsts = [
+                self._row_of.get(self._blocks[n].first_holder or "", -1) if n in self._blocks else -1 for n in blocks
+            ]
+            self.first_holders[at] = torch.tensor(firsts, dtype=torch.int32, device=self.references.device)

@@ -47,6 +47,15 @@ _DETAIL_OF_FAULT = {
     Fault.PAD_LIVE: "padding writes over a live slot",
 }
 _ACTS = (Fault.WRITE_ADDRESS, Fault.WRITE_POSITION, Fault.WRITE_TOKEN, Fault.PAD_OUTSIDE, Fault.PAD_LIVE)
+_READ_FAULTS = (
+    Fault.READ_NOT_HELD,
+    Fault.UNWRITTEN,
+    Fault.POSITION,
+    Fault.TOKEN,
+    Fault.SEED,
+    Fault.CHAIN,
+    Fault.CONTENT,
+)
 _TOKEN_FAULTS = (Fault.TOKEN, Fault.WRITE_TOKEN, Fault.WRITE_SHARED, Fault.WRITE_TWICE)
 _HASH_FAULTS = (Fault.CHAIN, Fault.CONTENT, Fault.TRANSFER)
 _VALUELESS_FAULTS = (Fault.LOST_WRITE, Fault.NONFINITE, Fault.WRITE_NOT_HELD, Fault.READ_NOT_HELD)
@@ -83,7 +92,8 @@ class Reporter:
         self._next_number = 1
         self._seeds: OrderedDict[int, tuple[str | None, int]] = OrderedDict()
         self._reported = _Recent()
-        self._bad_transfers = _Recent()
+        # Slots whose bytes are known to be wrong since a transfer, or since padding was written over them.
+        self._kind_of_damage: OrderedDict[Hashable, Kind] = OrderedDict()
         self._since_last_take: list[Violation] = []
 
     def number_of(self, request: str) -> int:
@@ -155,8 +165,10 @@ class Reporter:
     def _fault(self, entry: list[int]) -> None:
         fault = Fault(entry[Field.KIND])
         at = (entry[Field.GROUP], entry[Field.SLOT], entry[Field.WRITTEN_STEP])
-        if fault is Fault.TRANSFER:
-            self._bad_transfers.add(at)
+        if fault in (Fault.TRANSFER, Fault.PAD_LIVE):
+            self._kind_of_damage[at] = _KIND_OF_FAULT[fault]
+            if len(self._kind_of_damage) > _REMEMBERED:
+                self._kind_of_damage.popitem(last=False)
         outside = entry[Field.FOUND] if entry[Field.SLOT] < 0 else None
         # A wrong write is an act of its step; everything else is a state that lasts.
         moment = entry[Field.STEP] if fault in _ACTS else None
@@ -191,17 +203,24 @@ class Reporter:
             writer=self._names.get(entry[Field.WRITER]),
             written_step=written or None,
             recorded_position=entry[Field.RECORDED_POSITION] if written else None,
+            held=self._held(fault),
             block_history=self._ownership[entry[Field.GROUP]].history(block),
             detail=_DETAIL_OF_FAULT.get(fault, ""),
         )
+
+    def _held(self, fault: Fault) -> bool | None:
+        if not self._layout.reports_ownership or fault not in _READ_FAULTS:
+            return None
+        # Of a read's faults, a block that is not held comes before those that remain.
+        return fault is not Fault.READ_NOT_HELD
 
     def _kind(self, fault: Fault, entry: list[int]) -> Kind:
         if fault is Fault.SEED:
             wanted, found = self._seeds.get(entry[Field.EXPECTED]), self._seeds.get(entry[Field.FOUND])
             return Kind.EPOCH if wanted and found and wanted[0] == found[0] else Kind.NAMESPACE
         at = (entry[Field.GROUP], entry[Field.SLOT], entry[Field.WRITTEN_STEP])
-        if fault is Fault.CONTENT and at in self._bad_transfers:
-            return Kind.TRANSFER
+        if fault is Fault.CONTENT:
+            return self._kind_of_damage.get(at, Kind.CONTENT)
         return _KIND_OF_FAULT[fault]
 
     def _show(self, fault: Fault, value: int) -> str:

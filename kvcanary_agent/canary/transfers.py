@@ -9,17 +9,22 @@ import torch
 
 from kvcanary_agent.kernels.records import Records
 
+# How many times larger than the pool the other tiers may be. A record takes about 0.5 % of what it describes.
+_TIERS = 64
+
 
 class StoredRecords:
     """The records that blocks had when their copy to another tier began, by the key of the copy.
 
-    Kept on the pool's device, at most as many slots as the pool has; the oldest go first.
+    Those of the latest copies are kept on the pool's device, as many slots as the pool has; older ones move to host
+    memory, and the oldest of more than `_TIERS` times the pool are forgotten.
     """
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._kept: OrderedDict[Hashable, tuple[list[torch.Tensor], torch.Tensor]] = OrderedDict()
-        self._slots = 0
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._on_device: OrderedDict[Hashable, None] = OrderedDict()
+        self._slots = self._device_slots = 0
 
     def keep(self, key: Hashable, blocks: torch.Tensor) -> None:
         """Remember the records of ``blocks``, ``[n]`` int64."""
@@ -29,10 +34,16 @@ class StoredRecords:
         values = [values.view(-1, records.block_size)[blocks] for values in records.per_slot]
         generation = values[records.generation_index]
         values[records.generation_index] = torch.where(valid, 1, 0).to(generation.dtype)
-        prints = records.fingerprints.view(records.fingerprints.shape[0], -1, records.block_size)[:, blocks]
-        self._kept[key] = (values, prints)
-        self._slots += blocks.numel() * records.block_size
-        while self._slots > records.num_slots and len(self._kept) > 1:
+        prints = records.fingerprints_by_block[:, blocks]
+        kept = self._kept[key] = _Kept(values, prints)
+        self._on_device[key] = None
+        self._slots += kept.slots
+        self._device_slots += kept.slots
+        while self._device_slots > records.num_slots and len(self._on_device) > 1:
+            oldest, _ = self._on_device.popitem(last=False)
+            self._device_slots -= self._kept[oldest].slots
+            self._kept[oldest] = self._kept[oldest].to(torch.device("cpu"))
+        while self._slots > _TIERS * records.num_slots:
             self._drop(next(iter(self._kept)))
 
     def restore(self, key: Hashable, blocks: torch.Tensor) -> bool:
@@ -41,11 +52,12 @@ class StoredRecords:
         if kept is None:
             return False
         records = self._records
-        values, prints = kept
+        kept = kept.to(records.device)
+        values, prints = kept.values, kept.prints
         blocks = blocks[: values[0].shape[0]]
         for target, source in zip(records.per_slot, values, strict=True):
             target.view(-1, records.block_size)[blocks] = source[: blocks.numel()]
-        records.fingerprints.view(prints.shape[0], -1, records.block_size)[:, blocks] = prints[:, : blocks.numel()]
+        records.fingerprints_by_block[:, blocks] = prints[:, : blocks.numel()]
         valid = values[records.generation_index][: blocks.numel()] == 1
         generation = torch.where(valid, records.block_generation[blocks][:, None], 0)
         records.generation.view(-1, records.block_size)[blocks] = generation
@@ -53,5 +65,24 @@ class StoredRecords:
 
     def _drop(self, key: Hashable) -> None:
         kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._slots -= kept[0][0].numel()
+        if kept is None:
+            return
+        self._slots -= kept.slots
+        if key in self._on_device:
+            del self._on_device[key]
+            self._device_slots -= kept.slots
+
+
+class _Kept:
+    """Records of n blocks: ``values`` as in `Records.per_slot`, ``[n, block_size]`` each, the generation 1 where valid;
+    ``prints``, ``[parts, n, block_size]``."""
+
+    def __init__(self, values: list[torch.Tensor], prints: torch.Tensor) -> None:
+        self.values, self.prints = values, prints
+
+    @property
+    def slots(self) -> int:
+        return self.values[0].numel()
+
+    def to(self, device: torch.device) -> _Kept:
+        return _Kept([values.to(device) for values in self.values], self.prints.to(device))

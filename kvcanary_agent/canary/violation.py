@@ -43,10 +43,12 @@ class Violation:
         position: The position that the request has there; None for a patrol.
         layer, part: The layer and the part (``"k"``, ``"v"``, ...) whose bytes changed, for ``content``.
         expected, found: The compared values: token ids as keyed hashes unless revealed, positions and slots in
-            clear, chains and fingerprints as unsigned 64-bit hexadecimal.
+            clear, chains and fingerprints as keyed hashes.
         writer: The request whose write the slot's record describes, and ``written_step`` when that was; None if
             nobody wrote it.
         recorded_position: The position that the record holds.
+        held: Whether the request holds the block, as the allocator's events tell; None if the adapter does not follow
+            them.
         block_history: The requests that the block was last handed to or shared with, oldest first.
         detail: What the allocator or another component did, for violations that an event showed.
     """
@@ -67,6 +69,7 @@ class Violation:
     writer: str | None = None
     written_step: int | None = None
     recorded_position: int | None = None
+    held: bool | None = None
     block_history: tuple[str, ...] = ()
     detail: str = ""
 
@@ -82,9 +85,10 @@ class KVCanaryError(RuntimeError):
         self.violations = violations
         first = violations[0]
         more = f" and {len(violations) - 1} more" if len(violations) > 1 else ""
+        found_by = "found by the patrol" if first.request is None else f"request {first.request}"
         super().__init__(
             f"KV cache violation: {first.kind} in slot {first.slot} (block {first.block}) of {first.pool}, "
-            f"request {first.request}, step {first.step}{more}"
+            f"{found_by}, step {first.step}{more}"
         )
 
 

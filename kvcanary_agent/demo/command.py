@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
         description="Start a small LLM server with the agent in it, serve requests, corrupt one byte of its KV cache, "
         "hand one block out twice, and show what the agent reports. Exit status 0 if it reported nothing "
         "before, and both faults as what they are; 1 otherwise.",
-        epilog="KVCANARY_* variables configure the agent in the server, but KVCANARY_ENABLED and KVCANARY_MODE are "
-        "ignored, and KVCANARY_CONTENT is full unless it is set. NO_COLOR turns colours off.",
+        epilog="KVCANARY_* variables configure the agent in the server, but KVCANARY_ENABLED, KVCANARY_MODE "
+        "and KVCANARY_DRILL are ignored, and KVCANARY_CONTENT is full unless it is set. NO_COLOR turns colours off.",
     ).parse_args(argv)
     screen = Screen(sys.stdout, os.environ)
     try:

@@ -42,7 +42,7 @@ class ServerProcess:
             "run",
             str(server.relative_to(here) if server.is_relative_to(here) else server),
         ]
-        self._unset = [name for name in ("KVCANARY_ENABLED", "KVCANARY_MODE") if name in environ]
+        self._unset = [name for name in ("KVCANARY_ENABLED", "KVCANARY_MODE", "KVCANARY_DRILL") if name in environ]
         self._set = {} if environ.get("KVCANARY_CONTENT", "").strip() else {"KVCANARY_CONTENT": "full"}
         kept = {name: value for name, value in environ.items() if name not in self._unset}
         self._environ = kept | self._set

@@ -1,4 +1,4 @@
-"""Chain and content hashes, in torch; every other backend must give the same bits.
+"""Chain hashes and the bytes of payloads, in torch; every other backend must give the same bits.
 
 All arithmetic is on 64-bit integers that wrap, kept in ``torch.int64`` because torch has few operations on
 ``uint64``; a logical right shift is an arithmetic one followed by a mask.
@@ -13,19 +13,19 @@ import torch
 
 # Odd constants that make distinct (token, position) pairs distinct before the finaliser: the golden ratio and the
 # square root of 2, scaled to 64 bits.
-_TOKEN_FACTOR = -0x61C8864680B583EB
-_POSITION_FACTOR = 0x6A09E667F3BCC909
+TOKEN_FACTOR = -0x61C8864680B583EB
+POSITION_FACTOR = 0x6A09E667F3BCC909
 # Multipliers of the SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 # OOPSLA 2014), as signed 64-bit numbers.
-_FINALISER_1 = 0xBF58476D1CE4E5B9 - 2**64
-_FINALISER_2 = 0x94D049BB133111EB - 2**64
+FINALISER_1 = 0xBF58476D1CE4E5B9 - 2**64
+FINALISER_2 = 0x94D049BB133111EB - 2**64
 
 _WORDS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _finalise(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ ((x >> 30) & 0x3_FFFF_FFFF)) * _FINALISER_1
-    x = (x ^ ((x >> 27) & 0x1F_FFFF_FFFF)) * _FINALISER_2
+    x = (x ^ ((x >> 30) & 0x3_FFFF_FFFF)) * FINALISER_1
+    x = (x ^ ((x >> 27) & 0x1F_FFFF_FFFF)) * FINALISER_2
     return x ^ ((x >> 31) & 0x1_FFFF_FFFF)
 
 
@@ -39,7 +39,7 @@ def mix(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         int64 of that shape. The position is inside the mix, so that the wrapping sum over a prefix identifies the
         ordered prefix, and a prefix sum computes the chains of a whole prefill in parallel.
     """
-    return _finalise(tokens.to(torch.int64) * _TOKEN_FACTOR + positions.to(torch.int64) * _POSITION_FACTOR)
+    return _finalise(tokens.to(torch.int64) * TOKEN_FACTOR + positions.to(torch.int64) * POSITION_FACTOR)
 
 
 def chain_seed(namespace: str | None, epoch: int) -> int:
@@ -47,12 +47,6 @@ def chain_seed(namespace: str | None, epoch: int) -> int:
     text = f"{epoch}:" + ("" if namespace is None else "=" + namespace)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvcanary-chain").digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def word_keys(num_words: int, device: torch.device) -> torch.Tensor:
-    """The odd 64-bit key of each 32-bit word of a slot's payload: ``[num_words]`` int64, the same on every machine."""
-    index = torch.arange(1, num_words + 1, dtype=torch.int64, device=device)
-    return _finalise(index * _TOKEN_FACTOR) | 1
 
 
 def as_words(view: torch.Tensor) -> torch.Tensor:
@@ -74,25 +68,3 @@ def octets_of(payload: torch.Tensor) -> torch.Tensor:
         words = words.clone(memory_format=torch.contiguous_format)
     octets = words.view(torch.uint8)
     return octets.clone() if octets.storage_offset() % 8 else octets
-
-
-def fingerprint(payload: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """A 64-bit fingerprint of each row's bytes.
-
-    The payload's bytes, in row-major order, are cut into 32-bit words (the last one filled with zeros); the
-    fingerprint is the sum of word times key, modulo 2^64. As the keys are odd and a word's change is smaller than
-    2^32, no change of one word cancels, and two single-bit changes cancel only if the low 33 bits of two keys are
-    equal up to sign: 2^-32 of all pairs. The sum does not depend on the order in which it is taken.
-
-    Args:
-        payload: ``[rows, *payload]`` integer dtype (see :func:`as_words`), any strides.
-        keys: ``[words]`` int64 from :func:`word_keys`, ``words = ceil(bytes per row / 4)``.
-
-    Returns:
-        ``[rows]`` int64.
-    """
-    octets = octets_of(payload)
-    tail = -octets.shape[1] % 4
-    if tail:
-        octets = torch.nn.functional.pad(octets, (0, tail))
-    return torch.mv(octets.view(torch.int32).to(torch.int64), keys)

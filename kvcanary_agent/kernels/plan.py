@@ -19,7 +19,7 @@ class Fault(IntEnum):
     WRITE_TWICE = 2
     """Two rows of the step write different tokens to the slot."""
     WRITE_SHARED = 3
-    """Another token is written over one that other requests, too, hold."""
+    """A request that shares the block writes another token over one that is there."""
     WRITE_POSITION = 4
     """The position is not the one after the tokens computed so far."""
     WRITE_TOKEN = 5
@@ -58,6 +58,8 @@ class Rows:
         held: ``[holders, blocks]`` bool, which blocks each request holds; None if the adapter does not tell.
         held_rows: ``[rows]`` int64, the row of ``held`` of each request; -1 if unknown.
         references: ``[blocks]`` int32, how many references each block has; 0 if unknown.
+        first_holders: ``[blocks]`` int32, the row of ``held`` of the request that the block was allocated to, while it
+            holds it; -1 if unknown.
     """
 
     step: int
@@ -68,6 +70,7 @@ class Rows:
     held: torch.Tensor | None
     held_rows: torch.Tensor
     references: torch.Tensor
+    first_holders: torch.Tensor
 
     def not_held(self, rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor | None:
         """Which of these ``[n]`` pairs of row and block are known not to be held, or None if nothing is known."""
@@ -78,21 +81,37 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KnownTokens:
+    """The tokens that requests are known to consist of.
+
+    Attributes:
+        tokens: ``[requests, max_tokens]`` integer, -1 where unknown.
+        rows: ``[rows]`` integer: the row of ``tokens`` of each row of the step.
+        lengths: ``[rows]`` integer: how many tokens each request has; None if that is not known.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    lengths: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Writes:
     """What a step writes.
 
     Attributes:
         rows: ``[tokens]`` int64: the row of each new token.
+        offsets: ``[rows + 1]`` int64: the new tokens of row r are those from ``offsets[r]`` to ``offsets[r + 1]``.
         tokens, positions, slots: ``[tokens]`` int64; slots outside the pool are not written.
-        expected_tokens: ``[tokens]`` int64: the token that the request is known to have there, -1 if unknown; None
-            if the engine knows no tokens.
+        known: The tokens that the requests are known to consist of; None if the engine knows none.
     """
 
     rows: torch.Tensor
+    offsets: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    expected_tokens: torch.Tensor | None
+    known: KnownTokens | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,8 +121,10 @@ class Written:
     Attributes:
         slots: ``[writes]`` int64.
         owners: ``[writes]`` int32, positions: ``[writes]`` int64, of the new tokens.
-        other_token, other_write: ``[writes]`` bool: a record said before that the slot holds another token; or
-            another token or position, or nothing was ever recorded there.
+        other_token: ``[writes]`` bool: a record said before that the slot holds another token.
+        other_write: ``[writes]`` bool: a record said before that it holds another token or position (or, where the
+            bytes tell, follows another prefix), or nothing was ever recorded there. False where an earlier step was
+            abandoned, so that nobody knows.
     """
 
     step: int

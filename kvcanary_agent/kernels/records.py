@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 
-from .hashing import as_words, word_keys
+from .hashing import as_words
 
 UNKNOWN = -1
 """Generation of a slot that came from elsewhere: there is no record that anything could be compared with."""
 
 
+class Column(IntEnum):
+    """Where a slot's record keeps what: eight bytes each, two numbers of four bytes where two are named."""
+
+    PLACE = 0
+    """position (low half) and generation (high half)"""
+    TOKEN = 1
+    SEED = 2
+    CHAIN = 3
+    CHAIN_AFTER = 4
+    WRITE = 5
+    """order (low half) and step (high half): of several writes the greatest is the last one"""
+    STATE = 6
+    """owner (low half) and fingerprinted (high half)"""
+
+
 class Records:
-    """Records of one group of layers, a structure of arrays on the pool's device.
+    """Records of one group of layers on the pool's device: one row of a table for each slot, and its fingerprints.
 
     A slot's record counts only while its ``generation`` is that of its block; handing the block out again makes the
     old record void without erasing it, so that it remains as evidence.
 
     Attributes:
-        token: ``[slots]`` int64. position, owner: ``[slots]`` int32; ``owner`` is the writing request's number.
-        step: ``[slots]`` int32: the canary's step of the write.
-        seed: ``[slots]`` int64: where the chain starts from, a hash of namespace and epoch.
-        chain, chain_after: ``[slots]`` int64: the chain before and after this token.
-        generation: ``[slots]`` int32; ``block_generation``: ``[blocks]`` int32.
-        fingerprints: ``[parts, slots]`` int64; ``fingerprinted``: ``[slots]`` bool, False between a write and the
-            forward's end.
-        order: ``[slots]`` int32, scratch: which of its step's new tokens wrote the slot.
+        table: ``[slots, len(Column)]`` int64: a record in one row, so that one gather fetches all of it. The
+            attributes that follow are its columns, ``[slots]`` each.
+        token: int64. position, owner: int32; ``owner`` is the writing request's number.
+        step: int32: the canary's step of the write.
+        seed: int64: where the chain starts from, a hash of namespace and epoch.
+        chain, chain_after: int64: the chain before and after this token.
+        generation: int32; ``block_generation``: ``[blocks]`` int32.
+        fingerprinted: int32: 0 between a write and the forward's end, then 1.
+        order: int32, scratch: which of its step's new tokens wrote the slot.
+        fingerprints: ``[parts, slots]`` int64.
+        has_unknown: Whether any slot was ever given the generation ``UNKNOWN``.
     """
 
     def __init__(
@@ -35,6 +55,7 @@ class Records:
         views: list[torch.Tensor],
         number_types: list[torch.dtype] | None = None,
         carries_tokens: list[bool] | None = None,
+        bytes_tell_context: bool = False,
     ) -> None:
         """Make empty records.
 
@@ -43,34 +64,36 @@ class Records:
             views: ``[blocks, block_size, *payload]`` of each part whose bytes are to be fingerprinted.
             number_types: What each part's bytes mean as numbers; None: the views' dtypes.
             carries_tokens: Whether each part's bytes must differ where the token differs; None: all do.
+            bytes_tell_context: Whether all parts together must differ where the chain before the token differs.
         """
+        self.bytes_tell_context = bytes_tell_context
         self.number_types = number_types or [view.dtype for view in views]
         self.carries_tokens = carries_tokens or [True] * len(views)
         num_slots = num_blocks * block_size
         self.block_size, self.num_blocks, self.num_slots, self.device = block_size, num_blocks, num_slots, device
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.token, self.seed = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.int64)
-        self.position, self.owner = zeros(num_slots), zeros(num_slots)
-        self.step, self.generation = zeros(num_slots), zeros(num_slots)
-        self.block_generation = torch.ones(num_blocks, dtype=torch.int32, device=device)
-        self.chain, self.chain_after = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.int64)
-        self.order = zeros(num_slots)
-        self.fingerprinted = zeros(num_slots, dtype=torch.bool)
-        self.fingerprints = zeros(len(views), num_slots, dtype=torch.int64)
         self.views = [as_words(view) for view in views]
-        keys_of_length: dict[int, torch.Tensor] = {}
-        self.keys = []
-        for view in self.views:
-            words = -(-view[0, 0].numel() * view.element_size() // 4)
-            self.keys.append(keys_of_length.setdefault(words, word_keys(words, device)))
+        self.has_unknown = False
+
+        self.table = torch.zeros((num_slots, len(Column)), dtype=torch.int64, device=device)
+        self.block_generation = torch.ones(num_blocks, dtype=torch.int32, device=device)
+        self.fingerprints = torch.zeros((len(views), num_slots), dtype=torch.int64, device=device)
+
+        halves = self.table.view(torch.int32)
+        self.position, self.generation = halves[:, 2 * Column.PLACE], halves[:, 2 * Column.PLACE + 1]
+        self.token, self.seed = self.table[:, Column.TOKEN], self.table[:, Column.SEED]
+        self.chain, self.chain_after = self.table[:, Column.CHAIN], self.table[:, Column.CHAIN_AFTER]
+        self.order, self.step = halves[:, 2 * Column.WRITE], halves[:, 2 * Column.WRITE + 1]
+        self.owner, self.fingerprinted = halves[:, 2 * Column.STATE], halves[:, 2 * Column.STATE + 1]
 
     def forget(self) -> None:
         """Nothing was ever written, as far as anybody knows."""
-        for values in (*self.per_slot, self.fingerprints):
-            values.zero_()
+        self.table.zero_()
+        self.fingerprints.zero_()
+
+    @property
+    def fingerprints_by_block(self) -> torch.Tensor:
+        """``[parts, blocks, block_size]``, a view."""
+        return self.fingerprints.view(self.fingerprints.shape[0], self.num_blocks, self.block_size)
 
     @property
     def per_slot(self) -> tuple[torch.Tensor, ...]:
@@ -94,6 +117,4 @@ class Records:
 
     @property
     def num_bytes(self) -> int:
-        keys = {id(keys): keys for keys in self.keys}.values()
-        tensors = (*self.per_slot, self.order, self.block_generation, self.fingerprints, *keys)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in (self.table, self.block_generation, self.fingerprints))

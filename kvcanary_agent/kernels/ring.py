@@ -24,6 +24,31 @@ class Field(IntEnum):
     RECORDED_POSITION = 11
 
 
+class DelayedCopy:
+    """What a small device tensor held when the host looked last: looking never waits for the device."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._source = source
+        self._on_its_way = False
+        if source.device.type == "cuda":
+            self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
+            self._arrived = torch.cuda.Event()
+
+    def look(self) -> list[int] | None:
+        """The tensor's values, those of the look before on a GPU; None if they are still on their way."""
+        if self._source.device.type != "cuda":
+            return self._source.tolist()  # type: ignore[no-any-return]  # of a one-dimensional tensor
+        values: list[int] | None = None
+        if self._on_its_way:
+            if not self._arrived.query():
+                return None
+            values = self._host.tolist()
+        self._host.copy_(self._source, non_blocking=True)
+        self._arrived.record()
+        self._on_its_way = True
+        return values
+
+
 class ViolationRing:
     """Violations of the steps since the last drain, in the order in which they were found.
 
@@ -36,6 +61,7 @@ class ViolationRing:
         self.capacity = capacity
         self.entries = torch.zeros((capacity + 1, len(Field)), dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._copy = DelayedCopy(self.count)
 
     @property
     def num_bytes(self) -> int:
@@ -46,6 +72,11 @@ class ViolationRing:
         at = torch.arange(rows.shape[0], device=rows.device) + self.count
         self.entries[at.clamp_(max=self.capacity)] = rows
         self.count += rows.shape[0]
+
+    def poll(self) -> tuple[list[list[int]], int]:
+        """As `drain`, but waits for the device only if there was something at the look before."""
+        counts = self._copy.look()
+        return self.drain() if counts and counts[0] else ([], 0)
 
     def drain(self) -> tuple[list[list[int]], int]:
         """Take everything out: the entries, and how many more there were than fit."""

@@ -99,11 +99,12 @@ def _never_written(violation: Violation, recent: Sequence[Violation]) -> Iterato
 
 
 def _own_entries_swapped(violation: Violation, recent: Sequence[Violation]) -> Iterator[Cause]:
-    if _wrote_it_itself(violation):
+    if _wrote_it_itself(violation) or violation.held:
+        whose = "its own" if _wrote_it_itself(violation) else "in a block that it holds"
         yield Cause(
             cause="block_table_stale_or_swapped",
-            sentence=f"{_place(violation)}: {_who(violation)} finds its own {_recorded(violation)}"
-            f"{_written(violation)}: entries of its block table are swapped or stale",
+            sentence=f"{_place(violation)}: at step {violation.step}, {_who(violation)} finds {whose} "
+            f"{_recorded(violation)}{_written(violation)}: entries of its block table are swapped or stale",
             confidence=0.8,
         )
 
@@ -113,7 +114,8 @@ def _own_history_changed(violation: Violation, recent: Sequence[Violation]) -> I
         yield Cause(
             cause="history_changed",
             sentence=f"{_place(violation)}: {_who(violation)} wrote it itself{_written(violation)}, for other tokens "
-            "than it consists of now: tokens that were rejected or rolled back still count as computed",
+            f"than it consists of now, at step {violation.step}: tokens that were rejected or rolled back still count "
+            "as computed",
             confidence=0.6,
         )
 
@@ -135,15 +137,15 @@ def _foreign_write(violation: Violation, recent: Sequence[Violation]) -> Iterato
     if violation.recorded_position == violation.position:
         yield Cause(
             cause="wrong_prefix_hit",
-            sentence=f"{_place(violation)}: {_who(violation)} reads what {writer} wrote at the same position"
-            f"{_written(violation)} after another prefix: a prefix-cache hit on another prompt's block",
+            sentence=f"{_place(violation)}: at step {violation.step}, {_who(violation)} reads what {writer} wrote "
+            f"at the same position{_written(violation)} after another prefix: a prefix-cache hit on another prompt's block",
             confidence=0.6,
         )
     else:
         yield Cause(
             cause="foreign_block",
-            sentence=f"{_place(violation)}: {_who(violation)} reads {_recorded(violation)} of {writer}"
-            f"{_written(violation)}: its block table points at a block that is not its own",
+            sentence=f"{_place(violation)}: at step {violation.step}, {_who(violation)} reads {_recorded(violation)} "
+            f"of {writer}{_written(violation)}: its block table points at a block that is not its own",
             confidence=0.6,
         )
 
@@ -199,10 +201,12 @@ def _changed_bytes(violation: Violation, recent: Sequence[Violation]) -> Iterato
 
 def _allocator_broke_its_rules(violation: Violation, recent: Sequence[Violation]) -> Iterator[Cause]:
     if violation.position is None:
+        twice = "double allocation" in violation.detail
         yield Cause(
-            cause="allocator_misuse",
-            sentence=f"{_place(violation)}: {_who(violation)}, step {violation.step}: {_told(violation)}"
-            + (f" by {violation.writer}" if violation.writer else ""),
+            cause="double_allocation" if twice else "allocator_misuse",
+            sentence=f"block {violation.block} (group {violation.group}), step {violation.step}: "
+            f"{'handed to ' + violation.request + ': ' if twice and violation.request else ''}{_told(violation)}"
+            + (f"; {violation.writer} held it last" if violation.writer and not twice else ""),
             confidence=0.9,
         )
     else:

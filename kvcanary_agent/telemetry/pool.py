@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvcanary_agent.canary.violation import CheckCounts, Sink, Violation
 from kvcanary_agent.telemetry import semconv
+from kvcanary_agent.telemetry.diagnosis import diagnose
+from kvcanary_agent.telemetry.log_lines import ViolationLines
 from kvcanary_agent.telemetry.tallies import PoolKey, PoolTally
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class PoolTelemetry(Sink):
         self._tally: PoolTally | None = None
         self._exporting: Exporting | None = None
         self._records_bytes: int | None = None
+        # For violations that cannot be reported in any other way.
+        self._lines = ViolationLines()
 
     def start(self) -> None:
         """Builds what is not yet built in this process; called by :meth:`Telemetry.open_pool`."""
@@ -52,7 +56,10 @@ class PoolTelemetry(Sink):
 
     def flush(self) -> None:
         """Waits until what was reported has been exported, at most :data:`FLUSH_TIMEOUT_S` seconds."""
-        self._telemetry.flush(FLUSH_TIMEOUT_S)
+        try:
+            self._telemetry.flush(FLUSH_TIMEOUT_S)
+        except Exception as error:
+            self._telemetry.failures.log("exporting before a step is failed", error)
 
     def coverage(self, subject: str, covered: bool, reason: str = "") -> None:
         """States whether something of this pool (a layer, a check) is checked; see :meth:`Telemetry.coverage`."""
@@ -69,6 +76,13 @@ class PoolTelemetry(Sink):
                 tally.lost += 1
         except Exception as error:
             self._telemetry.failures.log("reporting a violation", error)
+            self._log_without_opentelemetry(violation)
+
+    def _log_without_opentelemetry(self, violation: Violation) -> None:
+        try:
+            self._lines.write(self._key.engine, violation, diagnose(violation, ()), already_exported=False)
+        except Exception as error:
+            self._telemetry.failures.log("logging a violation", error)
 
     def pass_finished(
         self, phase: str, step: int, start_ns: int, end_ns: int, counts: CheckCounts, violations: tuple[Violation, ...]

@@ -779,6 +779,15 @@ def test_raise_mode_fails_the_step_before_its_forward() -> None:
     assert toy.sink.passes[-1][0] == "verify"
 
 
+def test_raise_mode_exports_what_was_found_before_it_fails_the_step() -> None:
+    toy = ToyEngine(settings={"mode": "raise"})
+    toy.start("a", range(10, 18), blocks=3)
+    toy.poke(toy.slot("a", 3), 0)
+    with pytest.raises(KVCanaryError):
+        toy.decode("a")
+    assert toy.sink.found_at_flush == [1]
+
+
 def test_raise_mode_fails_every_step_that_reads_it_though_it_is_reported_once() -> None:
     toy = ToyEngine(settings={"mode": "raise"})
     toy.start("a", range(10, 18), blocks=3)

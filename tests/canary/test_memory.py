@@ -157,7 +157,8 @@ def test_a_slot_that_stays_broken_costs_no_memory_however_often_it_is_read() -> 
     assert after - before < 400 * 100, f"{(after - before) / 400:.0f} bytes a step"
 
 
-def test_kept_records_of_other_tiers_are_bounded_by_the_pool() -> None:
+def test_kept_records_of_other_tiers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcanary_agent.canary.transfers._TIERS", 2)
     toy = ToyEngine(blocks=8)
     toy.start("a", range(16))
     table = toy.requests["a"].tables[0]

@@ -38,11 +38,15 @@ class RecordingSink(Sink):
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.passes: list[tuple[str, int, CheckCounts, tuple[Violation, ...]]] = []
+        self.found_at_flush: list[int] = []
         self.lost = 0
         self.record_bytes = self.pool_bytes = 0
 
     def violation(self, violation: Violation) -> None:
         self.violations.append(violation)
+
+    def flush(self) -> None:
+        self.found_at_flush.append(len(self.violations))
 
     def pass_finished(
         self, phase: str, step: int, start_ns: int, end_ns: int, counts: CheckCounts, violations: tuple[Violation, ...]

@@ -37,9 +37,11 @@ class DrillSink(RecordingSink):
     def __init__(self) -> None:
         super().__init__()
         self.drills: list[tuple[str, int, int]] = []
+        self.descriptions: list[str] = []
 
     def drill(self, kind: str, step: int, description: str) -> None:
         assert description
+        self.descriptions.append(description)
         self.drills.append((kind, step, len(self.violations)))
 
 
@@ -56,6 +58,9 @@ class OneSink:
         pass
 
     def patched(self, *_: Any) -> None:
+        pass
+
+    def shutdown(self, timeout_s: float) -> None:
         pass
 
 
@@ -151,5 +156,14 @@ def test_a_server_under_a_drill_says_so_in_its_log_before_the_alarm() -> None:
     told = [line for line in done.stderr.splitlines() if "kvcanary" in line]
     assert "DRILL" in told[0]
     assert "asks for a content fault from step 5" in told[0]
-    assert "DRILL: content injected at step 5" in told[1]
-    assert "content violation" in told[2]
+    assert "watching pool kv of kvcanary-demo" in told[1]
+    assert "DRILL: content injected at step 5" in told[2]
+    assert "content violation" in told[3]
+
+
+def test_the_seed_chooses_where_a_drill_strikes(sink: DrillSink, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (0, 0, 1, 2, 3):
+        serve(monkeypatch, KVCANARY_DRILL=f"content@{STEP},seed={seed}")
+    first, again, *others = sink.descriptions
+    assert first == again
+    assert len({first, *others}) > 2

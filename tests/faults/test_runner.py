@@ -100,3 +100,13 @@ def test_a_canary_that_crashes_fails_the_case(monkeypatch: pytest.MonkeyPatch) -
     assert outcome.problems == ("operation 2 ended with ZeroDivisionError: over and out",)
     assert outcome.crash is not None
     assert "over and out" in outcome.crash.trace
+
+
+def test_a_case_that_overflows_the_ring_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcanary_agent.canary.canary.RING_CAPACITY", 1)
+    operations = [*OPERATIONS[:4], {**OPERATIONS[3], "offset": 2}, OPERATIONS[4]]
+    expected = [{"kind": "content", "from": 5, "by": 5}]
+    outcome = run_case(parse_case(json.dumps({"id": "x", "ops": operations, "expect": expected}), "file", 1))
+    assert not outcome.passed
+    assert outcome.crash is not None
+    assert "did not fit" in outcome.crash.message

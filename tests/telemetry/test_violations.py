@@ -96,3 +96,22 @@ def test_a_sampler_that_drops_spans_drops_neither_log_records_nor_metrics(
     assert not receiver.spans
     assert receiver.events("kvcanary.violation")
     assert receiver.latest("kvcanary.violations") == 1
+
+
+def test_a_drill_is_counted_and_a_log_record_of_its_own(opened: Opened, receiver: HttpOtlpReceiver) -> None:
+    telemetry, pool = opened
+    pool.drill("content", 5, "one bit of layers.0.k")
+    assert telemetry.flush(10)
+    (record,) = receiver.events("kvcanary.drill")
+    assert record.attributes["kvcanary.kind"] == "content"
+    assert record.attributes["kvcanary.step"] == 5
+    assert "one bit of layers.0.k" in str(record.body)
+    assert receiver.latest("kvcanary.drills") == 1
+
+
+def test_a_diagnosis_looks_at_what_was_found_just_before(opened: Opened, receiver: HttpOtlpReceiver) -> None:
+    telemetry, pool = opened
+    finish_pass(pool, changed_bytes(slot=28, block=7, offset=0), changed_bytes(slot=29, block=7, offset=1))
+    assert telemetry.flush(10)
+    causes = [record.attributes["kvcanary.cause"] for record in receiver.events("kvcanary.violation")]
+    assert causes == ["stray_write", "block_overwritten"]

@@ -32,7 +32,8 @@ def _patch_worker(cls: type) -> None:
 
 def _around_wake_up(call: Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
-    pool_contents_lost(worker.model_runner)
+    with runtime.FailOpen("vllm", "wake-up of the worker"):
+        pool_contents_lost(worker.model_runner)
     return result
 
 

@@ -109,6 +109,7 @@ class AttachedRunner:
 
 # Weak, so that an engine that is dropped in-process takes its records with it.
 _attached: WeakKeyDictionary[Any, AttachedRunner] = WeakKeyDictionary()
+runtime.on_shut_down(_attached.clear)
 
 
 def patch_model_runner(cls: type) -> None:
@@ -187,8 +188,10 @@ def _around_initialize_unknown(call: Callable[..., Any], runner: Any, /, *args: 
     return result
 
 
-def _around_update_states(call: Callable[..., Any], runner: Any, /, scheduler_output: Any) -> Any:
-    result = call(scheduler_output)
+def _around_update_states(
+    call: Callable[..., Any], runner: Any, /, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = call(scheduler_output, *args, **kwargs)
     attached = _attached.get(runner)
     if attached is not None and attached.part.on:
         with attached.part:
@@ -203,8 +206,9 @@ def _around_prepare_inputs(
 ) -> Any:
     result = call(scheduler_output, *args, **kwargs)
     attached = _attached.get(runner)
-    if attached is not None:
-        attached.arm(scheduler_output.total_num_scheduled_tokens)
+    if attached is not None and attached.part.on:
+        with attached.part:
+            attached.arm(scheduler_output.total_num_scheduled_tokens)
     return result
 
 
@@ -250,7 +254,7 @@ def _detach(runner: Any) -> None:
     attached = _attached.pop(runner, None)
     if attached is not None:
         with attached.part:
-            attached.canary.close()
+            runtime.close_canary(attached.canary)
 
 
 def fresh_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> Iterator[tuple[str, int, list[int]]]:

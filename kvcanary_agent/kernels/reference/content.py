@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvcanary_agent.kernels.hashing import fingerprint
 from kvcanary_agent.kernels.plan import Fault, Reads, Rows, Written
 from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.ring import ViolationRing
 
+from .fingerprint import fingerprint
 from .numbers import has_nonfinite
 from .reporting import append
 
@@ -82,34 +82,74 @@ def _compare(
     fault: Fault = Fault.CONTENT,
 ) -> tuple[int, int]:
     size = records.block_size
-    mask = mask & records.fingerprinted.view(-1, size)[blocks]
+    mask = mask & (records.fingerprinted.view(-1, size)[blocks] != 0)
     checked, failed = int(mask.sum()), 0
-    view, keys = records.views[part], records.keys[part]
+    view = records.views[part]
     kept = records.fingerprints[part].view(-1, size)
     per_chunk = max(1, _CHUNK_BYTES // (view[0].numel() * view.element_size()))
     for start in range(0, blocks.shape[0], per_chunk):
         chunk = blocks[start : start + per_chunk]
-        have = fingerprint(view.index_select(0, chunk).flatten(0, 1), keys).view(-1, size)
+        have = fingerprint(view.index_select(0, chunk).flatten(0, 1)).view(-1, size)
         want = kept[chunk]
         differs = (have != want) & mask[start : start + per_chunk]
         if not bool(differs.any()):
             continue
         entry, offset = differs.nonzero(as_tuple=True)
         failed += entry.shape[0]
+        report_differences(
+            records,
+            ring,
+            group,
+            step,
+            part,
+            chunk,
+            (differs, want, have),
+            owners[start + entry],
+            positions[start + entry, offset],
+            fault,
+        )
+    return checked, failed
+
+
+def report_differences(
+    records: Records,
+    ring: ViolationRing,
+    group: int,
+    step: int,
+    part: int,
+    blocks: torch.Tensor,
+    differing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    owner: torch.Tensor | int,
+    position: torch.Tensor | int,
+    fault: Fault = Fault.CONTENT,
+) -> None:
+    """Append the slots of ``[n]`` blocks whose bytes are not those that were written, or not even finite any more.
+
+    Args:
+        differing: ``[n, block_size]`` each: which slots, the fingerprints on record and those found.
+        owner, position: Of each such slot, in order, or of all.
+    """
+    differs, kept, found = differing
+    entry, offset = differs.nonzero(as_tuple=True)
+    block = blocks[entry]
+    bad = has_nonfinite(records.views[part][block, offset], records.number_types[part])
+    broken = torch.zeros_like(entry, dtype=torch.bool) if bad is None else bad
+    for kind, mask in ((fault, ~broken), (Fault.NONFINITE, broken)):
+        if not bool(mask.any()):
+            continue
         append(
             ring,
             records,
-            fault=fault,
+            fault=kind,
             group=group,
             step=step,
-            owner=owners[start + entry],
-            position=positions[start + entry, offset],
-            slot=chunk[entry] * size + offset,
+            owner=owner[mask] if isinstance(owner, torch.Tensor) else owner,
+            position=position[mask] if isinstance(position, torch.Tensor) else position,
+            slot=(block * records.block_size + offset)[mask],
             part=part,
-            expected=want[entry, offset],
-            found=have[entry, offset],
+            expected=kept[entry, offset][mask],
+            found=found[entry, offset][mask],
         )
-    return checked, failed
 
 
 def record_content(records: Records, written: Written, ring: ViolationRing, group: int) -> dict[Fault, tuple[int, int]]:
@@ -123,20 +163,41 @@ def record_content(records: Records, written: Written, ring: ViolationRing, grou
         Slots checked and failed, for `Fault.LOST_WRITE` and `Fault.NONFINITE`.
     """
     slots = written.slots
-    unchanged = written.other_write.clone()
-    lost_parts: list[tuple[int, torch.Tensor]] = []
-    not_finite: list[tuple[int, torch.Tensor]] = []
+    before = records.fingerprints[:, slots]
+    not_finite = []
     for part in range(len(records.views)):
-        before = records.fingerprints[part][slots]
-        suspect = _fingerprint_slots(records, part, slots, check_finite=True)
-        same = records.fingerprints[part][slots] == before
-        unchanged &= same
-        if records.carries_tokens[part]:
-            # A part that is all zeros, whatever the token, is a model's choice.
-            lost_parts.append((part, same & written.other_token & (before != 0)))
-        if suspect is not None:
-            not_finite.append((part, suspect))
-    records.fingerprinted[slots] = True
+        bad = _fingerprint_slots(records, part, slots, check_finite=True)
+        if bad is not None:
+            not_finite.append((part, bad))
+    records.fingerprinted[slots] = 1
+    same = records.fingerprints[:, slots] == before
+    unchanged = same.all(0) & written.other_write
+    # A part that is all zeros, whatever the token, is a model's choice.
+    telling = torch.tensor(records.carries_tokens, device=slots.device)[:, None] & (before != 0)
+    lost = same & written.other_token & telling & ~unchanged
+    return report_written(records, written, unchanged, lost, not_finite, ring, group)
+
+
+def report_written(
+    records: Records,
+    written: Written,
+    unchanged: torch.Tensor,
+    lost: torch.Tensor,
+    not_finite: list[tuple[int, torch.Tensor]],
+    ring: ViolationRing,
+    group: int,
+) -> dict[Fault, tuple[int, int]]:
+    """Append what is wrong with a step's writes.
+
+    Args:
+        unchanged: ``[writes]`` bool: lost in all parts.
+        lost: ``[parts, writes]`` bool: lost in some.
+        not_finite: The parts with numbers that are not finite, and which writes, ``[writes]`` bool.
+
+    Returns:
+        Slots checked and failed, for `Fault.LOST_WRITE` and `Fault.NONFINITE`.
+    """
+    slots = written.slots
 
     def report(fault: Fault, part: int, mask: torch.Tensor) -> int:
         at = mask.nonzero().flatten()
@@ -157,10 +218,10 @@ def record_content(records: Records, written: Written, ring: ViolationRing, grou
         )
         return int(at.numel())
 
-    lost = report(Fault.LOST_WRITE, -1, unchanged)
-    lost += sum(report(Fault.LOST_WRITE, part, mask & ~unchanged) for part, mask in lost_parts)
+    failed = report(Fault.LOST_WRITE, -1, unchanged)
+    failed += sum(report(Fault.LOST_WRITE, part, mask) for part, mask in enumerate(lost))
     bad = sum(report(Fault.NONFINITE, part, mask) for part, mask in not_finite)
-    return {Fault.LOST_WRITE: (slots.shape[0], lost), Fault.NONFINITE: (slots.shape[0], bad)}
+    return {Fault.LOST_WRITE: (slots.shape[0], failed), Fault.NONFINITE: (slots.shape[0], bad)}
 
 
 def remeasure(records: Records, slots: torch.Tensor) -> None:
@@ -171,7 +232,7 @@ def remeasure(records: Records, slots: torch.Tensor) -> None:
 
 def _fingerprint_slots(records: Records, part: int, slots: torch.Tensor, *, check_finite: bool) -> torch.Tensor | None:
     """Set the fingerprints of one part of ``slots``; which of them hold numbers that are not finite, None if none."""
-    view, keys = records.views[part], records.keys[part]
+    view = records.views[part]
     block, offset = slots // records.block_size, slots % records.block_size
     per_chunk = max(1, _CHUNK_BYTES // (view[0, 0].numel() * view.element_size()))
     result = records.fingerprints[part]
@@ -179,7 +240,7 @@ def _fingerprint_slots(records: Records, part: int, slots: torch.Tensor, *, chec
     for start in range(0, slots.shape[0], per_chunk):
         chunk = slice(start, start + per_chunk)
         payload = view[block[chunk], offset[chunk]]
-        result[slots[chunk]] = fingerprint(payload, keys)
+        result[slots[chunk]] = fingerprint(payload)
         if check_finite:
             bad = has_nonfinite(payload, records.number_types[part])
             if bad is not None:

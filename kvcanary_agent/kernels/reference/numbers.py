@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from kvcanary_agent.kernels.hashing import octets_of
@@ -23,7 +25,7 @@ def has_nonfinite(payload: torch.Tensor, number_type: torch.dtype) -> torch.Tens
     if number_type in _ARITHMETIC:
         numbers = octets.view(number_type)
         # A sum is finite only if every number is; it may overflow, so only the exact test decides.
-        if bool(numbers.sum(dtype=torch.float64).isfinite()):
+        if math.isfinite(float(numbers.sum(dtype=None if number_type.itemsize > 2 else torch.float32))):
             return None
         bad = ~numbers.isfinite().all(1)
     elif number_type in _OCTETS:

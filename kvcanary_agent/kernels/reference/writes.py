@@ -10,6 +10,7 @@ from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.ring import ViolationRing
 
 from .reporting import append
+from .tokens import known_at
 
 
 def check_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRing, group: int) -> dict[Fault, int]:
@@ -33,19 +34,19 @@ def check_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     stranger = torch.zeros_like(address) if not_held is None else not_held & written
     shared = (
         (rows.references[blocks] > 1)
+        & (rows.first_holders[blocks] != rows.held_rows[writes.rows])
         & written
         & (records.generation[slots] == records.block_generation[blocks])
         & ((records.token[slots] != writes.tokens) | (records.position[slots] != writes.positions))
     )
-    first = torch.ones_like(writes.rows, dtype=torch.bool)
-    first[1:] = writes.rows[1:] != writes.rows[:-1]
-    index = torch.arange(writes.rows.shape[0], device=slots.device)
-    in_row = index - torch.where(first, index, 0).cummax(0).values
+    in_row = torch.arange(writes.rows.shape[0], device=slots.device) - writes.offsets[writes.rows]
     wanted = rows.prefix_lens[writes.rows] + in_row
     position = writes.positions != wanted
     token = torch.zeros_like(address)
-    if writes.expected_tokens is not None:
-        token = (writes.expected_tokens >= 0) & (writes.expected_tokens != writes.tokens)
+    known_tokens = torch.full_like(writes.tokens, -1)
+    if writes.known is not None:
+        known_tokens = known_at(writes.known, writes.rows, writes.positions.clamp(min=0))
+        token = (known_tokens >= 0) & (known_tokens != writes.tokens)
 
     if not bool((address | stranger | shared | position | token).any()):
         return {}
@@ -77,8 +78,7 @@ def check_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     report(Fault.WRITE_NOT_HELD, stranger, blocks, blocks)
     report(Fault.WRITE_SHARED, shared, records.token[slots].to(torch.int64), writes.tokens)
     report(Fault.WRITE_POSITION, position, wanted, writes.positions)
-    if writes.expected_tokens is not None:
-        report(Fault.WRITE_TOKEN, token, writes.expected_tokens, writes.tokens)
+    report(Fault.WRITE_TOKEN, token, known_tokens, writes.tokens)
     return counts
 
 
@@ -134,11 +134,7 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     """
     added = mix(writes.tokens, writes.positions)
     before = added.cumsum(0) - added
-    first = torch.ones_like(writes.rows, dtype=torch.bool)
-    first[1:] = writes.rows[1:] != writes.rows[:-1]
-    starts = torch.zeros(rows.owners.shape[0], dtype=torch.int64, device=added.device)
-    starts[writes.rows[first]] = before[first]
-    in_row = before - starts[writes.rows]
+    in_row = before - before[writes.offsets[writes.rows]]
 
     # A skipped write is part of its row's chain, but of no record.
     at = ((writes.slots >= 0) & (writes.slots < records.num_slots)).nonzero().flatten()
@@ -153,7 +149,7 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
         owners=owners,
         positions=writes.positions[at],
         other_token=other_token,
-        other_write=~recorded | other_token | (records.position[slots] != positions),
+        other_write=(records.step[slots] == 0) | other_token | recorded & (records.position[slots] != positions),
     )
     records.token[slots] = tokens
     records.position[slots] = positions
@@ -161,10 +157,12 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     records.seed[slots] = rows.seeds[row]
     records.step[slots] = rows.step
     records.generation[slots] = records.block_generation[slots // records.block_size]
-    records.fingerprinted[slots] = False
+    records.fingerprinted[slots] = 0
     order = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
     records.order[slots] = order
-    after = _chain_bases(records, rows, row, (in_row + added)[at])[row] + (in_row + added)[at]
+    after = chain_bases(records, rows, row, (in_row + added)[at])[row] + (in_row + added)[at]
+    if records.bytes_tell_context:
+        written.other_write.logical_or_(recorded & (records.chain[slots] != after - added[at]))
     records.chain[slots] = after - added[at]
     records.chain_after[slots] = after
 
@@ -188,7 +186,7 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     return written, count
 
 
-def _chain_bases(records: Records, rows: Rows, write_rows: torch.Tensor, after_in_row: torch.Tensor) -> torch.Tensor:
+def chain_bases(records: Records, rows: Rows, write_rows: torch.Tensor, after_in_row: torch.Tensor) -> torch.Tensor:
     """The chain before each row's first new token, ``[rows]`` int64.
 
     It is the chain after the row's last prefix token. If that token is written in this very step by another row (a

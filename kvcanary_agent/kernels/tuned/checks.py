@@ -1,0 +1,72 @@
+"""The checks of one group on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvcanary_agent.kernels import reference
+from kvcanary_agent.kernels.checks import Checks, Due
+from kvcanary_agent.kernels.plan import Fault, KnownTokens, Reads, Rows, Writes, Written
+from kvcanary_agent.kernels.records import Records
+from kvcanary_agent.kernels.ring import ViolationRing
+
+from .content import ContentChecks
+from .reads import CleanReads, ReadScreen
+from .writes import enter_writes, writes_are_clean
+
+
+class TunedChecks(Checks):
+    """Screens that say whether everything is right, with the reference for what they find."""
+
+    def __init__(
+        self, records: Records, ring: ViolationRing, group: int, count: Callable[[str, int, int], None]
+    ) -> None:
+        super().__init__(records, ring, group, count)
+        self._screen = ReadScreen(records)
+        self._content = ContentChecks(records, ring, group)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._content.num_bytes
+
+    def _check_writes(self, rows: Rows, writes: Writes) -> dict[Fault, int]:
+        if writes_are_clean(self.records, rows, writes):
+            return {}
+        return super()._check_writes(rows, writes)
+
+    def _enter_writes(self, rows: Rows, writes: Writes) -> tuple[Written, int]:
+        return enter_writes(self.records, rows, writes, self.ring, self.group)
+
+    def _measure(self, slots: torch.Tensor) -> None:
+        self._content.measure(slots)
+
+    def verify_reads(self, rows: Rows, window: int | None, known: KnownTokens | None) -> CleanReads | Reads:
+        reads = self._screen.clean(rows, window, known)
+        if reads is None:
+            return super().verify_reads(rows, window, known)  # type: ignore[no-any-return]  # the reference's Reads
+        self._count_reads(reads.num_slots, {}, rows, known)
+        return reads
+
+    def verify_content(self, rows: Rows, reads: Any, due: Sequence[Due]) -> None:
+        for part, block_class in due:
+            self.count("content", *self._content.verify(rows, reads, part, block_class))
+
+    def record_content(self, written: Written) -> None:
+        if not written.slots.numel():
+            return
+        for fault, counts in self._content.record(written).items():
+            self.count(fault.name.lower(), *counts)
+
+    def patrol(self, first_block: int, num_blocks: int, part: int, step: int) -> None:
+        self.count("content", *self._content.patrol(first_block, num_blocks, part, step))
+
+    def verify_transfer(self, blocks: torch.Tensor, owner: int, step: int) -> None:
+        self.count("transfer", *self._content.verify_transfer(blocks, owner, step))
+
+    def digest(self, rows: Rows, reads: Any) -> torch.Tensor:
+        if isinstance(reads, CleanReads):
+            reads = reference.plan_reads(self.records, rows, reads.window)
+        return super().digest(rows, reads)

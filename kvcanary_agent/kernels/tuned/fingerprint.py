@@ -1,0 +1,197 @@
+"""Fingerprints on a CPU: gathers that stay in the cache, and one matrix product of bytes for each key vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcanary_agent.kernels.fingerprints import SEGMENT, byte_keys, num_segments, segment_keys
+from kvcanary_agent.kernels.hashing import as_words
+
+_WIDER_WORDS = (torch.int64, torch.int32, torch.int16)
+_LARGEST_SCRATCH = 1 << 20
+"""Bytes gathered at a time: few calls for many bytes, and yet the second product finds them in the cache."""
+_SCRATCH_SHARE = 512
+"""Scratch is at most this part of the pool, or one block of a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stack:
+    """Parts that lie in one storage at regular distances, so that one gather fetches a slot's payload of all of them.
+
+    Attributes:
+        parts: Their indexes, in the order of the view.
+        view: ``[outer, inner, blocks, block_size, *payload]``, ``outer * inner`` parts.
+        number_type: What their bytes mean as numbers.
+        num_bytes: Payload bytes of one slot of one part.
+    """
+
+    parts: tuple[int, ...]
+    view: torch.Tensor
+    number_type: torch.dtype
+    num_bytes: int
+
+
+class Fingerprinter:
+    """Fingerprints of the parts of one group, with scratch that is allocated once.
+
+    Attributes:
+        stacks: All parts, those of equal payload length and number type in one list.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor], number_types: Sequence[torch.dtype]) -> None:
+        """Plan the gathers.
+
+        Args:
+            views: ``[blocks, block_size, *payload]`` of each part, integer dtypes.
+            number_types: Of each part.
+        """
+        self._views = [_widen(as_words(view), 2) for view in views]
+        self._lengths = [view[0, 0].numel() * view.element_size() for view in views]
+        self.stacks: dict[tuple[int, torch.dtype], list[Stack]] = {}
+        for stack in _stacks(self._views, number_types):
+            self.stacks.setdefault((stack.num_bytes, stack.number_type), []).append(stack)
+        pool = sum(view.shape[0] * view.shape[1] * length for view, length in zip(views, self._lengths, strict=True))
+        block = max((view.shape[1] * length for view, length in zip(views, self._lengths, strict=True)), default=0)
+        self._scratch = torch.empty(
+            -(-max(block, min(_LARGEST_SCRATCH, pool // _SCRATCH_SHARE)) // 8) * 8, dtype=torch.uint8
+        )
+        self._segment_keys = {length: segment_keys(num_segments(length)) for length in set(self._lengths)}
+        self._byte_keys = {
+            width: tuple(keys[:width, None].contiguous() for keys in byte_keys())
+            for width in {min(length, SEGMENT) for length in self._lengths}
+        }
+        self._exact = all(_multiplies_exactly(keys) for keys in self._byte_keys.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return self._scratch.numel()
+
+    def rows_per_chunk(self, num_bytes: int) -> int:
+        """How many rows of that many bytes are fingerprinted at a time."""
+        return max(1, self._scratch.numel() // num_bytes)
+
+    def of_rows(self, octets: torch.Tensor) -> torch.Tensor:
+        """The fingerprints, ``[rows]`` int64, of ``[rows, bytes]`` uint8, contiguous."""
+        length = octets.shape[1]
+        width = min(length, SEGMENT)
+        if length % width:
+            octets = torch.nn.functional.pad(octets, (0, -length % SEGMENT))
+        segments = octets.view(torch.int8).view(-1, width)
+        halves = []
+        for keys, of_segment in zip(self._byte_keys[width], self._segment_keys[length], strict=True):
+            sums = torch._int_mm(segments, keys) if self._exact else segments.to(torch.int32) @ keys.to(torch.int32)
+            halves.append(torch.mv(sums.view(-1, of_segment.shape[0]), of_segment))
+        return torch.stack(halves, 1).view(torch.int64).view(-1)
+
+    def of_blocks(self, part: int, blocks: torch.Tensor) -> torch.Tensor:
+        """The fingerprints of one part in whole blocks: ``[n, block_size]`` int64 for ``[n]`` int64."""
+        view, length = self._views[part], self._lengths[part]
+        size = view.shape[1]
+        if view.is_contiguous() and _is_run(blocks):
+            first = int(blocks[0])
+            run = view[first : first + blocks.shape[0]].view(-1).view(torch.uint8).view(-1, length)
+            step = self.rows_per_chunk(length)
+            pieces = [self.of_rows(run[start : start + step]) for start in range(0, run.shape[0], step)]
+        else:
+            pieces = [self.of_rows(octets) for octets in self._gathered(view, length, blocks)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, size)
+
+    def of_slots(
+        self, stacks: Sequence[Stack], block: torch.Tensor, offset: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payloads and fingerprints of slots, in all parts of stacks that have one payload length.
+
+        Args:
+            stacks: One of the lists of `stacks`.
+            block, offset: ``[n]`` int64; as many as fit, see `rows_per_chunk`.
+
+        Returns:
+            ``[parts, n, bytes]`` uint8 and ``[parts, n]`` int64, in the order of the stacks' parts.
+        """
+        slots, length = block.shape[0], stacks[0].num_bytes
+        pieces = [stack.view[:, :, block, offset].reshape(-1).view(torch.uint8) for stack in stacks]
+        octets = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, slots, length)
+        return octets, self.of_rows(octets.view(-1, length)).view(-1, slots)
+
+    def _gathered(self, view: torch.Tensor, length: int, blocks: torch.Tensor) -> Iterator[torch.Tensor]:
+        shape = view.shape[1:]
+        block_bytes = length * view.shape[1]
+        step = self.rows_per_chunk(block_bytes)
+        for chunk in blocks.split(step):
+            taken = self._scratch[: chunk.shape[0] * block_bytes]
+            torch.index_select(view, 0, chunk, out=taken.view(view.dtype).view(chunk.shape[0], *shape))
+            yield taken.view(-1, length)
+
+
+def _is_run(blocks: torch.Tensor) -> bool:
+    return bool((blocks[1:] - blocks[:-1] == 1).all())
+
+
+def _widen(view: torch.Tensor, leading: int) -> torch.Tensor:
+    """The same memory in the widest words that its payload, the dimensions after ``leading``, allows."""
+    if view.dim() > leading:
+        for dtype in _WIDER_WORDS:
+            if dtype.itemsize > view.element_size():
+                try:
+                    return view.view(dtype)
+                except RuntimeError:
+                    # Strides, offset or length do not divide: torch knows all the conditions.
+                    continue
+    return view
+
+
+def _stacks(views: Sequence[torch.Tensor], number_types: Sequence[torch.dtype]) -> Iterator[Stack]:
+    alike: dict[object, list[int]] = {}
+    for part, view in enumerate(views):
+        storage = view.untyped_storage().data_ptr()
+        key = (storage, view.dtype, view.shape, view.stride(), number_types[part])
+        alike.setdefault(key, []).append(part)
+    for members in alike.values():
+        members.sort(key=lambda part: views[part].storage_offset())
+        for parts, inner, strides in _grids(members, [views[part].storage_offset() for part in members]):
+            view = views[parts[0]]
+            yield Stack(
+                parts=parts,
+                view=view.as_strided(
+                    (len(parts) // inner, inner, *view.shape), (*strides, *view.stride()), view.storage_offset()
+                ),
+                number_type=number_types[parts[0]],
+                num_bytes=math.prod(view.shape[2:]) * view.element_size(),
+            )
+
+
+def _grids(parts: list[int], offsets: list[int]) -> Iterator[tuple[tuple[int, ...], int, tuple[int, int]]]:
+    """Ascending offsets as grids of two distances: parts, how many stand in a row, and the two distances."""
+    count = len(offsets)
+    near = offsets[1] - offsets[0] if count > 1 else 0
+    inner = 1
+    while inner < count and offsets[inner] - offsets[inner - 1] == near:
+        inner += 1
+    far = offsets[inner] - offsets[0] if inner < count else 0
+    grid = [outer * far + index * near + offsets[0] for outer in range(count // inner) for index in range(inner)]
+    if count % inner or grid != offsets:
+        for part in parts:
+            yield (part,), 1, (0, 0)
+        return
+    yield tuple(parts), inner, (far, near)
+
+
+def _multiplies_exactly(keys: Sequence[torch.Tensor]) -> bool:
+    """Whether this CPU's product of bytes is exact: without VNNI some libraries saturate sums of 16 bits."""
+    width = keys[0].shape[0]
+    extremes = torch.tensor([-128, 127, -1, 1], dtype=torch.int8)[:, None].expand(4, width)
+    signed = torch.where(keys[0].view(1, -1) > 0, extremes, -1 - extremes)
+    rows = torch.cat([extremes, signed, signed.roll(1, 1)]).repeat(4, 1).contiguous()
+    for column in keys:
+        exact = rows.to(torch.int32) @ column.to(torch.int32)
+        try:
+            product = torch._int_mm(rows, column)
+        except RuntimeError:
+            return False
+        if not torch.equal(product, exact):
+            return False
+    return True
