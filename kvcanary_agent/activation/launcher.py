@@ -73,7 +73,7 @@ def instrumented(environ: Mapping[str, str], settings: Settings) -> dict[str, st
         # A process of the server may have another working directory.
         for entry in settings.adapters:
             if entry.endswith(".py") and not os.path.isfile(entry):
-                raise LaunchError(f"KVCANARY_ADAPTERS={environ['KVCANARY_ADAPTERS']!r}: there is no file {entry}", 2)
+                raise LaunchError(f"KVCANARY_ADAPTERS names {entry!r}, but there is no such file", 2)
         adapters = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in settings.adapters)
         changed["KVCANARY_ADAPTERS"] = ",".join(adapters)
     return changed

@@ -125,23 +125,24 @@ def _foreign_write(violation: Violation, recent: Sequence[Violation]) -> Iterato
     reader, writer = violation.request, violation.writer
     if reader is None or writer is None or reader == writer:
         return
-    own_turn, writers_turn = _turn(violation, reader), _turn(violation, writer)
-    wrote_after_reader = own_turn is not None and writers_turn is not None and own_turn < writers_turn
-    yield Cause(
-        cause="double_allocation",
-        sentence=f"{_place(violation)}: the block was handed to {writer}, which wrote "
-        f"{_recorded(violation)}{_written(violation)}, while {reader} still maps it at step {violation.step}: "
-        "double allocation, or freed too early",
-        confidence=0.9 if wrote_after_reader else 0.4,
-    )
+    if not violation.held:
+        own_turn, writers_turn = _turn(violation, reader), _turn(violation, writer)
+        wrote_after_reader = own_turn is not None and writers_turn is not None and own_turn < writers_turn
+        yield Cause(
+            cause="double_allocation",
+            sentence=f"{_place(violation)}: the block was handed to {writer}, which wrote "
+            f"{_recorded(violation)}{_written(violation)}, while {reader} still maps it at step {violation.step}: "
+            "double allocation, or freed too early",
+            confidence=0.9 if wrote_after_reader else 0.4,
+        )
     if violation.recorded_position == violation.position:
         yield Cause(
             cause="wrong_prefix_hit",
             sentence=f"{_place(violation)}: at step {violation.step}, {_who(violation)} reads what {writer} wrote "
-            f"at the same position{_written(violation)} after another prefix: a prefix-cache hit on another prompt's block",
+            f"at the same position{_written(violation)} after another prefix: a wrong hit of the prefix cache",
             confidence=0.6,
         )
-    else:
+    elif not violation.held:
         yield Cause(
             cause="foreign_block",
             sentence=f"{_place(violation)}: at step {violation.step}, {_who(violation)} reads {_recorded(violation)} "
@@ -205,7 +206,7 @@ def _allocator_broke_its_rules(violation: Violation, recent: Sequence[Violation]
         yield Cause(
             cause="double_allocation" if twice else "allocator_misuse",
             sentence=f"block {violation.block} (group {violation.group}), step {violation.step}: "
-            f"{'handed to ' + violation.request + ': ' if twice and violation.request else ''}{_told(violation)}"
+            f"{'handed to ' if twice else ''}{_who(violation)}: {_told(violation)}"
             + (f"; {violation.writer} held it last" if violation.writer and not twice else ""),
             confidence=0.9,
         )

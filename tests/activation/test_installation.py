@@ -175,7 +175,7 @@ def test_an_adapters_module_is_not_taken_from_the_working_directory(stand_in: Pr
         ("raise SystemExit(7)", "cannot be loaded: SystemExit: 7"),
         ("targets = ['stand_in_engine']", "cannot be loaded: TypeError: it has no function patch(module)"),
         ("targets = 'stand_in_engine'\ndef patch(module): pass", "must be an iterable of module names"),
-        ("def patch(module): pass", "must be an iterable of module names"),
+        ("def patch(module): pass", "it has no targets"),
         ("targets = ['stand_in_engine']\ndef patch(module): module.Renamed", "did not patch stand_in_engine"),
         ("targets = ['stand_in_engine']\ndef patch(module): raise SystemExit(7)", "did not patch stand_in_engine"),
     ],

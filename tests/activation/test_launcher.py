@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,9 +65,17 @@ def test_without_a_pythonpath_there_is_no_empty_entry_which_would_be_the_working
     assert instrumented(environ, Settings()) == {"PYTHONPATH": str(TEMPLATE), "KVCANARY_ENABLED": "1"}
 
 
-def test_relative_adapter_files_are_made_absolute() -> None:
+def test_relative_adapter_files_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
     changed = instrumented({}, Settings(adapters=("vllm", "./mine.py", "a.b:c")))
-    assert changed["KVCANARY_ADAPTERS"] == f"vllm,{os.getcwd()}/mine.py,a.b:c"
+    assert changed["KVCANARY_ADAPTERS"] == f"vllm,{tmp_path}/mine.py,a.b:c"
+
+
+def test_an_adapter_file_that_is_not_there_is_one_line_and_exit_2(processes: Processes) -> None:
+    run = processes.launch("run", "-c", "print('started')", KVCANARY_ADAPTERS="./nosuch.py")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "kvcanary-agent: KVCANARY_ADAPTERS names './nosuch.py', but there is no such file\n"
 
 
 def test_the_interpreters_options_are_passed_on(processes: Processes) -> None:

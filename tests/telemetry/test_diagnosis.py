@@ -103,10 +103,10 @@ def test_kinds_that_are_evidence_enough_have_a_cause_of_their_own(kind: Kind, ca
 
 
 def test_what_an_allocator_did_is_told_with_who_is_concerned() -> None:
-    found = violation(Kind.OWNERSHIP, position=None, detail="handed out while it is held: double allocation")
+    found = violation(Kind.OWNERSHIP, position=None, detail="freed by a request that does not hold it")
     diagnosis = diagnose(found, ())
     assert diagnosis.cause == "allocator_misuse"
-    for fact in (READER, WRITER, "double allocation"):
+    for fact in (READER, WRITER, "freed by a request"):
         assert fact in diagnosis.sentence
 
 
@@ -140,3 +140,16 @@ def test_every_violation_has_ranked_causes_in_words(found: Violation, recent: li
     assert confidences == sorted(confidences, reverse=True)
     assert all(0 < confidence <= 1 for confidence in confidences)
     assert not any("None" in cause.sentence for cause in causes)
+
+
+def test_a_double_allocation_names_both_requests() -> None:
+    detail = f"handed out while {WRITER} still holds it: double allocation"
+    diagnosis = diagnose(violation(Kind.OWNERSHIP, position=None, detail=detail), ())
+    assert diagnosis.cause == "double_allocation"
+    assert f"handed to {READER}" in diagnosis.sentence
+    assert f"{WRITER} still holds it" in diagnosis.sentence
+
+
+def test_a_wrong_position_in_a_block_that_the_request_holds_is_a_swap_though_another_wrote_it() -> None:
+    diagnosis = diagnose(violation(Kind.POSITION, held=True), ())
+    assert diagnosis.cause == "block_table_stale_or_swapped"

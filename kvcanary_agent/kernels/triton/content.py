@@ -151,13 +151,14 @@ def record_content_kernel(
         if not MEASURE_ONLY:
             record = table + slot * COLUMNS + STATE
             tl.store(record, (tl.load(record) & 0xFFFFFFFF) | 0x100000000)
-            flag = tl.load(flags + at)
-            unchanged = (tl.sum(verdicts & 1, 0) == num_parts) & ((flag & OTHER_WRITE) != 0)
-            lost = ((verdicts & 2) != 0) & ((flag & OTHER_TOKEN) != 0) & (unchanged == 0)
+            flag = part_lane * 0 + tl.load(flags + at).to(tl.int32)
+            num_same = part_lane * 0 + tl.sum(verdicts & 1, 0)
+            unchanged = (num_same == num_parts) & ((flag & OTHER_WRITE) != 0)
+            lost = ((verdicts & 2) != 0) & ((flag & OTHER_TOKEN) != 0) & ~unchanged
             # Lost in all parts is one violation, of no part, with the first part's fingerprint.
             whole = (part_lane == 0) & unchanged
             owner = tl.load(owners + tl.load(write_rows + at)).to(tl.int64)
-            position = part_lane * 0 + tl.load(positions + at)
+            position = part_lane.to(tl.int64) * 0 + tl.load(positions + at)
             append(ring, ring_count, tallies, capacity, lost | whole, position * 0 + _LOST_WRITE, group, step, owner,
                    position, position * 0 + slot, tl.where(whole, -1, part_lane), position * 0, prints, table,
                    num_slots)  # fmt: skip
