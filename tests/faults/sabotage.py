@@ -128,7 +128,7 @@ class Saboteur:
             return None
         self.pool["ranks"] = 2
         self.operations[index]["rank"] = self.random.randrange(2)
-        return Fault(self.pool, self.operations, index, "transfer content unwritten rank index chain")
+        return Fault(self.pool, self.operations, index, "transfer content unwritten rank index chain lost_write")
 
     def other_token(self) -> Fault | None:
         picked = self._pick_row()
