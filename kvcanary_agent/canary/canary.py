@@ -490,7 +490,6 @@ def _records_of(group: KVGroup, content: str) -> Records:
         [part.view for part in parts],
         [part.number_type or part.view.dtype for part in parts],
         ["scale" not in part.part and part.bytes_per_slot >= _TELLING_BYTES for part in parts],
-        group.bytes_tell_context,
     )
 
 

@@ -52,9 +52,6 @@ class KVGroup:
         null_block: The block that padding points at and that no request owns, if the engine has one.
         window: A sliding window's length in tokens: a query at position p reads positions p - window + 1 to p.
             None for full attention.
-        bytes_tell_context: A token's K/V, over all layers, always differ where the tokens before it, its namespace or
-            the weights differ; then a write that leaves them as they were is lost there, too. Hardly true of a real
-            engine: a window or a single layer forgets the prefix, a fresh adapter changes nothing.
     """
 
     name: str
@@ -62,7 +59,6 @@ class KVGroup:
     parts: tuple[KVPart, ...]
     null_block: int | None = None
     window: int | None = None
-    bytes_tell_context: bool = False
 
     @property
     def num_blocks(self) -> int:

@@ -73,7 +73,6 @@ class EmbeddedPool:
                 ),
                 null_block=self._geometry.null_block,
                 window=group.window,
-                bytes_tell_context=True,
             )
             for index, group in enumerate(self._geometry.groups)
         )

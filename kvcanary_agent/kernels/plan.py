@@ -122,9 +122,8 @@ class Written:
         slots: ``[writes]`` int64.
         owners: ``[writes]`` int32, positions: ``[writes]`` int64, of the new tokens.
         other_token: ``[writes]`` bool: a record said before that the slot holds another token.
-        other_write: ``[writes]`` bool: a record said before that it holds another token or position (or, where the
-            bytes tell, follows another prefix), or nothing was ever recorded there. False where an earlier step was
-            abandoned, so that nobody knows.
+        other_write: ``[writes]`` bool: a record said before that it holds another token or position, or nothing was
+            ever recorded there. False where an earlier step was abandoned, so that nobody knows.
     """
 
     step: int

@@ -22,9 +22,11 @@ class Column(IntEnum):
     CHAIN = 3
     CHAIN_AFTER = 4
     WRITE = 5
-    """order (low half) and step (high half): of several writes the greatest is the last one"""
+    """owner (low half) and step (high half)"""
     STATE = 6
-    """owner (low half) and fingerprinted (high half)"""
+    """fingerprinted (low half)"""
+    CLAIM = 7
+    """Scratch: order (low half) and step (high half) of the write to come; of several, the greatest is the last."""
 
 
 class Records:
@@ -55,7 +57,6 @@ class Records:
         views: list[torch.Tensor],
         number_types: list[torch.dtype] | None = None,
         carries_tokens: list[bool] | None = None,
-        bytes_tell_context: bool = False,
     ) -> None:
         """Make empty records.
 
@@ -64,9 +65,7 @@ class Records:
             views: ``[blocks, block_size, *payload]`` of each part whose bytes are to be fingerprinted.
             number_types: What each part's bytes mean as numbers; None: the views' dtypes.
             carries_tokens: Whether each part's bytes must differ where the token differs; None: all do.
-            bytes_tell_context: Whether all parts together must differ where the chain before the token differs.
         """
-        self.bytes_tell_context = bytes_tell_context
         self.number_types = number_types or [view.dtype for view in views]
         self.carries_tokens = carries_tokens or [True] * len(views)
         num_slots = num_blocks * block_size
@@ -82,8 +81,8 @@ class Records:
         self.position, self.generation = halves[:, 2 * Column.PLACE], halves[:, 2 * Column.PLACE + 1]
         self.token, self.seed = self.table[:, Column.TOKEN], self.table[:, Column.SEED]
         self.chain, self.chain_after = self.table[:, Column.CHAIN], self.table[:, Column.CHAIN_AFTER]
-        self.order, self.step = halves[:, 2 * Column.WRITE], halves[:, 2 * Column.WRITE + 1]
-        self.owner, self.fingerprinted = halves[:, 2 * Column.STATE], halves[:, 2 * Column.STATE + 1]
+        self.owner, self.step = halves[:, 2 * Column.WRITE], halves[:, 2 * Column.WRITE + 1]
+        self.fingerprinted, self.order = halves[:, 2 * Column.STATE], halves[:, 2 * Column.CLAIM]
 
     def forget(self) -> None:
         """Nothing was ever written, as far as anybody knows."""

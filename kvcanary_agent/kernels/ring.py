@@ -32,15 +32,16 @@ class DelayedCopy:
         self._on_its_way = False
         if source.device.type == "cuda":
             self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's, unannotated
 
     def look(self) -> list[int] | None:
         """The tensor's values, those of the look before on a GPU; None if they are still on their way."""
         if self._source.device.type != "cuda":
-            return self._source.tolist()  # type: ignore[no-any-return]  # of a one-dimensional tensor
+            now: list[int] = self._source.tolist()
+            return now
         values: list[int] | None = None
         if self._on_its_way:
-            if not self._arrived.query():
+            if not self._arrived.query():  # type: ignore[no-untyped-call]  # torch's, unannotated
                 return None
             values = self._host.tolist()
         self._host.copy_(self._source, non_blocking=True)

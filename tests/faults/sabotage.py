@@ -31,6 +31,11 @@ class Fault:
     at_once: bool = False
 
 
+def _is_write_of(content: Any, token: int, position: int) -> bool:
+    """Whether a slot's content, as the oracle represents it, was made from this token at this position."""
+    return bool(content) and content[0] == "kv" and (content[3][-1], content[4]) == (token, position)
+
+
 class Saboteur:
     """Makes faults for one history; each method makes one, or None where the place that it picks offers none."""
 
@@ -63,7 +68,14 @@ class Saboteur:
         if picked is None:
             return None
         index, row, start = picked
-        row["drop"] = [start + number for number in range(len(row["tokens"])) if self.random.random() < 0.5]
+        oracle = self._before(index)
+        before = [oracle.contents[0].get(oracle.slot(row["req"], start + n)) for n in range(len(row["tokens"]))]
+        # A write that leaves the same token at the same position, for another prefix, is beyond what can be told.
+        row["drop"] = [
+            start + number
+            for number, (token, content) in enumerate(zip(row["tokens"], before, strict=True))
+            if self.random.random() < 0.5 and not _is_write_of(content, token, start + number)
+        ]
         return Fault(self.pool, self.operations, index, "lost_write unwritten content transfer")
 
     def stale_row(self) -> Fault | None:
@@ -151,7 +163,7 @@ class Saboteur:
         return Fault(self.pool, self.operations, index, "namespace ownership index")
 
     def forgotten_epoch(self) -> Fault | None:
-        return self._insert(self._place(), {"op": "epoch"}, "epoch index")
+        return self._insert(self._place(), {"op": "epoch"}, "epoch index chain")
 
     def other_slot(self) -> Fault | None:
         picked = self._pick_row()

@@ -27,7 +27,6 @@ CONSTANTS: dict[str, Any] = {
     "HAS_HELD": True,
     "HAS_TOKENS": True,
     "HAS_LENGTHS": True,
-    "BYTES_TELL_CONTEXT": True,
     "MEASURE_ONLY": False,
     "TRANSFER": True,
     "WORD": 4,

@@ -13,6 +13,7 @@ import torch
 from kvcanary_agent.canary import ForwardStep
 from kvcanary_agent.kernels.checks import Checks
 from kvcanary_agent.kernels.plan import Fault
+from kvcanary_agent.kernels.records import Column
 from kvcanary_agent.kernels.ring import Field
 from tests.canary.toy import Row, ToyEngine
 
@@ -28,6 +29,7 @@ class Setting:
     reports_ownership: bool
     window: int | None
     seed: int
+    steps: int = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +70,18 @@ def hear(setting: Setting, implementation: Callable[..., Checks]) -> Heard:
         entries.append(sorted(tuple(entry) for entry in of_pass))
         report(of_pass)
 
-    toy.canary._reporter.faults = spy  # type: ignore[method-assign]  # listens, and passes on
-    _History(toy, random.Random(setting.seed)).run(steps=7)
+    with patch.object(toy.canary._reporter, "faults", spy):
+        _History(toy, random.Random(setting.seed)).run(steps=setting.steps)
     counts: dict[str, tuple[int, int]] = {}
     for _, _, of_pass, _ in toy.sink.passes:
         for check, (slots, failed) in of_pass.slots.items():
             before = counts.get(check, (0, 0))
             counts[check] = before[0] + slots, before[1] + failed
     records = toy.canary._records
-    for each in records:
-        # Scratch, in which writes may or may not be counted that go nowhere.
-        each.order.zero_()
     return Heard(
         entries=entries,
         counts=counts,
-        tables=[each.table for each in records],
+        tables=[each.table[:, : Column.CLAIM] for each in records],
         fingerprints=[each.fingerprints for each in records],
     )
 

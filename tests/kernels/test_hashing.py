@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcanary_agent.kernels.hashing import as_words, chain_seed, fingerprint, mix, word_keys
+from kvcanary_agent.kernels.fingerprints import byte_keys, segment_keys
+from kvcanary_agent.kernels.hashing import as_words, chain_seed, mix
+from kvcanary_agent.kernels.reference.fingerprint import fingerprint
 
-CPU = torch.device("cpu")
 MODULUS = 2**64
 TOKEN_FACTOR = 0x9E3779B97F4A7C15
 POSITION_FACTOR = 0x6A09E667F3BCC909
@@ -31,11 +32,22 @@ def plain_mix(token: int, position: int) -> int:
     return finalise((token * TOKEN_FACTOR + position * POSITION_FACTOR) % MODULUS)
 
 
+def signed(octet: int) -> int:
+    return octet - 256 if octet > 127 else octet
+
+
 def plain_fingerprint(octets: bytes) -> int:
-    octets += bytes(-len(octets) % 4)
-    words = [int.from_bytes(octets[at : at + 4], "little", signed=True) for at in range(0, len(octets), 4)]
-    keys = [finalise(index * TOKEN_FACTOR % MODULUS) | 1 for index in range(1, len(words) + 1)]
-    return sum(word * key for word, key in zip(words, keys, strict=True)) % MODULUS
+    """The definition, on Python's big integers."""
+    of_byte, of_segment = byte_keys().tolist(), segment_keys(-(-len(octets) // 128)).tolist()
+    halves: list[int] = [
+        sum(
+            sum(signed(octet) * keys[at] for at, octet in enumerate(octets[start : start + 128])) * of[start // 128]
+            for start in range(0, len(octets), 128)
+        )
+        % 2**32
+        for keys, of in zip(of_byte, of_segment, strict=True)
+    ]
+    return halves[0] + halves[1] * 2**32
 
 
 def unsigned(values: torch.Tensor) -> list[int]:
@@ -48,8 +60,7 @@ def octets_of(payload: torch.Tensor) -> bytes:
 
 
 def fingerprints(payload: torch.Tensor) -> torch.Tensor:
-    words = -(-payload[0].numel() * payload.element_size() // 4)
-    return fingerprint(as_words(payload), word_keys(words, CPU))
+    return fingerprint(as_words(payload))
 
 
 def random_rows(rows: int, num_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -121,19 +132,52 @@ def test_all_zeros_and_all_ones_differ_from_each_other() -> None:
     assert prints[1] != 0
 
 
-def test_every_two_flips_of_the_same_bit_in_two_words_are_seen() -> None:
-    words = 64
-    original = random_rows(1, words * 4, seed=2).view(torch.int32)
-    keys = word_keys(words, CPU)
-    before = fingerprint(original, keys)
-    pairs = torch.combinations(torch.arange(words))
+@pytest.mark.parametrize("background", [0x00, 0xFF, 0x5A])
+def test_any_two_flips_of_one_bit_position_are_seen_wherever_they_are(background: int) -> None:
+    # Three segments: pairs within one and across two, in every class of byte position, sign bits of all types included.
+    num_bytes = 3 * 128
+    original = torch.full((1, num_bytes), background, dtype=torch.uint8)
+    before = fingerprint(original)
+    pairs = torch.combinations(torch.arange(num_bytes))
     at = torch.arange(len(pairs))
-    for bit in range(32):
-        mask = torch.tensor(1 << bit).to(torch.int32)
+    for bit in (0, 6, 7):
         changed = original.repeat(len(pairs), 1)
-        changed[at, pairs[:, 0]] ^= mask
-        changed[at, pairs[:, 1]] ^= mask
-        assert bool((fingerprint(changed, keys) != before).all()), f"bit {bit}"
+        changed[at, pairs[:, 0]] ^= 1 << bit
+        changed[at, pairs[:, 1]] ^= 1 << bit
+        assert bool((fingerprint(changed) != before).all()), f"bit {bit}"
+
+
+def test_any_change_of_two_bytes_of_a_segment_shows_because_no_two_keys_are_parallel() -> None:
+    first, second = byte_keys().to(torch.int64)
+    cross = first[:, None] * second[None, :] - first[None, :] * second[:, None]
+    assert int((cross == 0).sum()) == 128, "a pair of keys is parallel to itself alone"
+    assert bool((first % 2 != 0).all())
+    assert bool((second % 2 != 0).all())
+
+
+def test_no_two_segments_keys_let_two_flips_cancel_in_both_halves() -> None:
+    # Single-bit changes are powers of two times an odd byte key below 128 in magnitude.
+    keys = segment_keys(256).to(torch.int64) % 2**32
+    assert bool((keys % 2 == 1).all())
+    odd = torch.arange(1, 128, 2)
+    for half in range(2):
+        products = ((keys[half][:, None] * odd) % 2**25).flatten()
+        keys_of = products.minimum(2**25 - products)
+        collisions = len(keys_of) - len(torch.unique(keys_of))
+        assert collisions < len(keys_of) ** 2 / 2**24, "no more than chance"
+
+
+def test_each_bit_of_a_payload_changes_half_of_the_bits_of_its_fingerprint_on_average() -> None:
+    original = random_rows(1, 256, seed=8)
+    rows = original.repeat(256 * 8, 1)
+    for bit in range(256 * 8):
+        rows[bit, bit // 8] ^= 1 << bit % 8
+    changed = fingerprint(rows) ^ fingerprint(original)
+    flipped = ((changed[:, None] >> torch.arange(64)) & 1).to(torch.float32)
+    # A sum has no carry below the lowest bit of a change; above it, bits are as random as the keys.
+    assert 0.38 < float(flipped.mean()) < 0.55
+    assert 0.40 < float(flipped[:, 16:32].mean()) < 0.60
+    assert 0.40 < float(flipped[:, 48:].mean()) < 0.60
 
 
 def test_random_two_bit_flips_are_seen() -> None:
@@ -207,23 +251,17 @@ def test_strides_do_not_matter(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 def test_no_rows_have_no_fingerprints() -> None:
-    assert fingerprint(torch.zeros(0, 8, dtype=torch.uint8), word_keys(2, CPU)).shape == (0,)
+    assert fingerprint(torch.zeros(0, 8, dtype=torch.uint8)).shape == (0,)
 
 
-def test_keys_are_those_of_the_definition() -> None:
-    assert unsigned(word_keys(300, CPU)) == [finalise(i * TOKEN_FACTOR % MODULUS) | 1 for i in range(1, 301)]
-
-
-def test_keys_are_odd_and_no_two_agree_up_to_sign_in_the_bits_that_two_flips_of_a_sign_bit_leave() -> None:
-    words = 8192
-    keys = unsigned(word_keys(words, CPU))
-    assert all(key % 2 for key in keys)
-    up_to_sign = {min(key % 2**33, -key % 2**33) for key in keys}
-    assert len(up_to_sign) == words
+def test_keys_are_fixed_for_all_time() -> None:
+    # Other ranks and other versions must agree: this is the definition, not a property.
+    assert byte_keys()[:, :5].tolist() == [[-43, 73, -33, -95, -125], [31, 49, -49, -69, -67]]
+    assert segment_keys(2).tolist() == [[1230662637, 562214841], [1933290861, -1532872785]]
 
 
 def test_longer_payloads_extend_the_keys_of_shorter_ones() -> None:
-    assert torch.equal(word_keys(1000, CPU)[:10], word_keys(10, CPU))
+    assert torch.equal(segment_keys(1000)[:, :10], segment_keys(10))
 
 
 # Chains

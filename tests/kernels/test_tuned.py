@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcanary_agent.kernels.hashing import as_words
 from kvcanary_agent.kernels.checks import Checks
+from kvcanary_agent.kernels.hashing import as_words
 from kvcanary_agent.kernels.reference.fingerprint import fingerprint
 from kvcanary_agent.kernels.tuned import TunedChecks
 from kvcanary_agent.kernels.tuned.fingerprint import Fingerprinter
@@ -58,10 +58,10 @@ def test_a_window_is_heard_as_the_reference_hears_it(window: int, seed: int) -> 
 def test_slots_and_blocks_of_every_layout_have_the_reference_s_fingerprints(layout: str) -> None:
     generator = torch.Generator().manual_seed(1)
     for group in LAYOUTS[layout](7, 4):
-        for part in group.parts:
-            octets = torch.randint(0, 256, (*part.view.shape, part.view.element_size()), generator=generator)
-            part.view.copy_(octets.to(torch.uint8).view(part.view.dtype).squeeze(-1))
         views = [as_words(part.view) for part in group.parts]
+        for view in views:
+            octets = torch.randint(0, 256, (*view.shape, view.element_size()), generator=generator)
+            view.copy_(octets.to(torch.uint8).view(view.dtype).squeeze(-1))
         fingerprinter = Fingerprinter(views, [part.view.dtype for part in group.parts])
         blocks = torch.tensor([6, 0, 3, 3])
         block, offset = torch.tensor([1, 5, 5]), torch.tensor([3, 0, 2])

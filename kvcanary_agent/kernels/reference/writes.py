@@ -161,8 +161,6 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     order = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
     records.order[slots] = order
     after = chain_bases(records, rows, row, (in_row + added)[at])[row] + (in_row + added)[at]
-    if records.bytes_tell_context:
-        written.other_write.logical_or_(recorded & (records.chain[slots] != after - added[at]))
     records.chain[slots] = after - added[at]
     records.chain_after[slots] = after
 
@@ -208,8 +206,10 @@ def chain_bases(records: Records, rows: Rows, write_rows: torch.Tensor, after_in
     if not bool(pending.any()):
         return base
     writer = torch.where(pending, records.order[slot], 0).to(torch.int64)
-    parent = torch.where(pending, write_rows[writer], -1)
-    base = torch.where(pending, after_in_row[writer], base)
+    # Only a misdirected write puts a row's own new token into its prefix; such a row starts from nothing.
+    own = pending & (write_rows[writer] == torch.arange(pending.shape[0], device=pending.device))
+    parent = torch.where(pending & ~own, write_rows[writer], -1)
+    base = torch.where(pending, after_in_row[writer], base).masked_fill_(own, 0)
     for _ in range(rows.owners.shape[0].bit_length()):
         ancestor = parent.clamp(min=0)
         base = torch.where(parent >= 0, base + base[ancestor], base)

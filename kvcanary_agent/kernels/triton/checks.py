@@ -75,6 +75,7 @@ class TritonChecks(Checks):
         self._copy = DelayedCopy(self._tallies)
         self._has_held = self._has_tokens = False
         self._nothing = torch.zeros(1, dtype=torch.int64, device=records.device)
+        self._reserved = 0
         self._reserve(min(records.num_slots, _MOST_WRITES))
         self._programs = 4
         if records.device.type == "cuda":
@@ -112,7 +113,7 @@ class TritonChecks(Checks):
     def enter(
         self, rows: Rows, writes: Writes, pad_slots: torch.Tensor | None, null_block: int | None, measure_before: bool
     ) -> _Entered:
-        records, tile = self.records, self.token_tile
+        tile = self.token_tile
         num_tokens = writes.slots.shape[0]
         num_pads = 0 if pad_slots is None else pad_slots.shape[0]
         entered = _Entered(rows=rows, writes=writes)
@@ -136,8 +137,8 @@ class TritonChecks(Checks):
             self._record(entered, measure_only=True)
         enter_writes_kernel[(tiles,)](
             *self._records(), rows.owners, rows.seeds, rows.prefix_lens, rows.owners.shape[0], *table, writes.rows,
-            writes.offsets, *tokens, *scratch, *self._ring(rows.step),
-            BYTES_TELL_CONTEXT=records.bytes_tell_context, TILE=tile,
+            writes.offsets, *tokens, self._sums, self._totals, *self._ring(rows.step),
+            TILE=tile,
         )  # fmt: skip
         return entered
 
@@ -261,13 +262,15 @@ class TritonChecks(Checks):
 
     def _reserve(self, num_tokens: int) -> None:
         """Make sure that scratch suffices; it grows only for a step larger than any before and than was foreseen."""
-        if hasattr(self, "_sums") and self._sums.shape[0] >= num_tokens:
+        if self._reserved >= num_tokens:
             return
+        self._reserved = num_tokens
         device = self.records.device
-        self._sums = torch.empty(max(1, num_tokens), dtype=torch.int64, device=device)
-        self._totals = torch.empty(triton.cdiv(max(1, num_tokens), self.token_tile), dtype=torch.int64, device=device)
-        self._flags = torch.empty(max(1, num_tokens), dtype=torch.int8, device=device)
+        self._sums = torch.empty(num_tokens, dtype=torch.int64, device=device)
+        self._totals = torch.empty(triton.cdiv(num_tokens, self.token_tile), dtype=torch.int64, device=device)
+        self._flags = torch.empty(num_tokens, dtype=torch.int8, device=device)
 
 
 def _lanes(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))
+    lanes: int = triton.next_power_of_2(count)
+    return max(16, lanes)

@@ -1,5 +1,8 @@
 """What all kernels share: the layout of records and ring, the hash of a token, and how a violation is appended."""
 
+# Triton's language has types of its own, which annotations cannot say.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ CHAIN = tl.constexpr(int(Column.CHAIN))
 CHAIN_AFTER = tl.constexpr(int(Column.CHAIN_AFTER))
 WRITE = tl.constexpr(int(Column.WRITE))
 STATE = tl.constexpr(int(Column.STATE))
+CLAIM = tl.constexpr(int(Column.CLAIM))
 UNKNOWN_GENERATION = tl.constexpr(UNKNOWN)
 FIELDS = tl.constexpr(len(Field))
 
@@ -92,9 +96,8 @@ def append(
         record = table + tl.where(inside, slot, 0) * COLUMNS
         place = tl.load(record + PLACE, mask=mask & inside, other=-1)
         write = tl.load(record + WRITE, mask=mask & inside, other=0)
-        state = tl.load(record + STATE, mask=mask & inside, other=0)
         append_with(
             ring, ring_count, tallies, capacity, mask, fault, group, step, owner, position,
             tl.where(inside, slot, -1), part, expected, found,
-            low_half(state), tl.where(inside, write >> 32, 0), low_half(place),
+            low_half(write), write >> 32, low_half(place),
         )  # fmt: skip

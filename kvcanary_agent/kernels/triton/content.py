@@ -5,6 +5,9 @@ of the byte's and the segment's key), so a program may walk a payload in any ord
 of addresses: the parts of a pool are many tensors of many layouts.
 """
 
+# Triton's language has types of its own, which annotations cannot say.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 from enum import IntEnum
@@ -14,7 +17,7 @@ import triton.language as tl
 
 from kvcanary_agent.kernels.plan import Fault
 
-from .common import COLUMNS, PLACE, STATE, WRITE, append, kernel, low_half
+from .common import CLAIM, COLUMNS, PLACE, STATE, append, kernel, low_half
 from .reads import NO_FAULT, judge, spans
 from .writes import OTHER_TOKEN, OTHER_WRITE
 
@@ -112,8 +115,8 @@ def record_content_kernel(
     slot = tl.load(slots + at)
     inside = (slot >= 0) & (slot < num_slots)
     # Of several writes to one slot, the last one's program takes care of it.
-    write = tl.load(table + tl.where(inside, slot, 0) * COLUMNS + WRITE)
-    if inside & (low_half(write) == at):
+    claim = tl.load(table + tl.where(inside, slot, 0) * COLUMNS + CLAIM)
+    if inside & (low_half(claim) == at):
         block = slot // block_size
         offset = slot - block * block_size
         lane = tl.arange(0, TILE)
@@ -149,8 +152,7 @@ def record_content_kernel(
             verdicts = tl.where(part_lane == number, verdict, verdicts)
             prints = tl.where(part_lane == number, found, prints)
         if not MEASURE_ONLY:
-            record = table + slot * COLUMNS + STATE
-            tl.store(record, (tl.load(record) & 0xFFFFFFFF) | 0x100000000)
+            tl.store(table + slot * COLUMNS + STATE, 1)
             flag = part_lane * 0 + tl.load(flags + at).to(tl.int32)
             num_same = part_lane * 0 + tl.sum(verdicts & 1, 0)
             unchanged = (num_same == num_parts) & ((flag & OTHER_WRITE) != 0)
@@ -233,7 +235,7 @@ def verify_content_kernel(
                 tokens, tokens_stride, tokens_width, known_row, length_known, HAS_TOKENS, HAS_LENGTHS,
             )  # fmt: skip
             live = live & (fault == NO_FAULT)
-            live = live & (tl.load(record + STATE, mask=live, other=0) >> 32 != 0)
+            live = live & (tl.load(record + STATE, mask=live, other=0) != 0)
             have = _fingerprints_of_block(parts + number * PART_COLUMNS, all_keys, block, lane, live, WORD, TILE)
             want = tl.load(fingerprints + number * (num_blocks * block_size) + slot, mask=live, other=0)
             append(ring, ring_count, tallies, capacity, live & (have != want), slot * 0 + _CONTENT, group, step,
@@ -265,7 +267,7 @@ def verify_blocks_kernel(
     record = table + slot * COLUMNS
     place = tl.load(record + PLACE, mask=live, other=0)
     live = live & (place >> 32 == tl.load(block_generation + block).to(tl.int64))
-    live = live & (tl.load(record + STATE, mask=live, other=0) >> 32 != 0)
+    live = live & (tl.load(record + STATE, mask=live, other=0) != 0)
     have = _fingerprints_of_block(parts + number * PART_COLUMNS, all_keys, block, lane, live, WORD, TILE)
     want = tl.load(fingerprints + number * num_slots + slot, mask=live, other=0)
     fault = lane * 0 + _CONTENT

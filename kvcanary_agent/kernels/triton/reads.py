@@ -1,5 +1,8 @@
 """Before a forward: every slot that a step reads, found by walking its block tables."""
 
+# Triton's language has types of its own, which annotations cannot say.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import triton

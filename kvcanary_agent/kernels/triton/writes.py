@@ -1,5 +1,8 @@
 """Before a forward: every write is checked and entered, the chains of all new tokens in parallel."""
 
+# Triton's language has types of its own, which annotations cannot say.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import triton
@@ -10,6 +13,7 @@ from kvcanary_agent.kernels.plan import Fault
 from .common import (
     CHAIN,
     CHAIN_AFTER,
+    CLAIM,
     COLUMNS,
     PLACE,
     SEED,
@@ -33,7 +37,6 @@ _PAD_OUTSIDE = tl.constexpr(int(Fault.PAD_OUTSIDE))
 _PAD_LIVE = tl.constexpr(int(Fault.PAD_LIVE))
 OTHER_TOKEN = tl.constexpr(1)
 OTHER_WRITE = tl.constexpr(2)
-RECORDED = tl.constexpr(4)
 
 
 @triton.jit
@@ -148,13 +151,12 @@ def check_writes_kernel(
                -1, expected, found, table, num_slots)  # fmt: skip
 
         # Of several writes to one slot, that of the last token counts, as if they came one after another.
-        write = ((slot * 0 + step) << 32) | at
-        before = tl.atomic_max(record + WRITE, write, mask=inside)
-        recorded = (before >> 32) > 0
+        tl.atomic_max(record + CLAIM, ((slot * 0 + step) << 32) | at, mask=inside)
+        written_step = tl.load(record + WRITE, mask=inside, other=0) >> 32
+        recorded = written_step > 0
         other_token = recorded & (recorded_token != token)
-        other_write = (before >> 32 == 0) | (recorded & other)
+        other_write = (written_step == 0) | (recorded & other)
         flag = tl.where(other_token, OTHER_TOKEN, 0) | tl.where(other_write, OTHER_WRITE, 0)
-        flag = flag | tl.where(recorded, RECORDED, 0)
         tl.store(flags + at, tl.where(inside, flag, 0).to(tl.int8), mask=mask)
 
 
@@ -194,12 +196,15 @@ def _chain_after(
         block = tl.load(block_table + row * table_stride + column, mask=pending, other=0).to(tl.int64)
         block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
         record = table + (block * block_size + last % block_size) * COLUMNS
-        write = tl.load(record + WRITE, mask=pending, other=0)
-        complete = pending & (write >> 32 != step)
+        claim = tl.load(record + CLAIM, mask=pending, other=0)
+        complete = pending & (claim >> 32 != step)
         result += tl.load(record + CHAIN_AFTER, mask=complete, other=0)
         pending = pending & ~complete
-        writer = tl.where(pending, low_half(write), 0)
-        row = tl.load(write_rows + writer, mask=pending, other=0)
+        writer = tl.where(pending, low_half(claim), 0)
+        writer_row = tl.load(write_rows + writer, mask=pending, other=0)
+        # Only a misdirected write puts a row's own new token into its prefix; such a row starts from nothing.
+        pending = pending & (writer_row != row)
+        row = tl.where(pending, writer_row, row)
         first = tl.load(offsets + row, mask=pending, other=0)
         result += tl.where(pending, _sum_in_row(writer, pending, first, new_tokens, positions, sums, totals, TILE), 0)
         rounds -= 1
@@ -211,9 +216,9 @@ def enter_writes_kernel(
     table, num_blocks, block_size, block_generation,
     owners, seeds, prefix_lens, num_rows, block_table, table_stride, width,
     write_rows, offsets, new_tokens, positions, slots, num_tokens,
-    sums, totals, flags,
+    sums, totals,
     ring, ring_count, tallies, capacity, group, step,
-    BYTES_TELL_CONTEXT: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Record who writes what where, for the last write to each slot; one that it overwrites must be the same."""
     num_slots = num_blocks * block_size
@@ -229,7 +234,7 @@ def enter_writes_kernel(
     )  # fmt: skip
     chain = after - mix(token, position)
     record = table + tl.where(mask, slot, 0) * COLUMNS
-    winner = low_half(tl.load(record + WRITE, mask=mask, other=0))
+    winner = low_half(tl.load(record + CLAIM, mask=mask, other=0))
     owner = tl.load(owners + row, mask=mask, other=0).to(tl.int64)
 
     beaten = mask & (winner != at)
@@ -248,14 +253,11 @@ def enter_writes_kernel(
                     -1, token, other_token, other_owner, slot * 0 + step, other_position)  # fmt: skip
 
     wins = mask & (winner == at)
-    if BYTES_TELL_CONTEXT:
-        flag = tl.load(flags + at, mask=wins, other=0)
-        moved = ((flag & RECORDED) != 0) & (tl.load(record + CHAIN, mask=wins, other=0) != chain)
-        tl.store(flags + at, tl.where(moved, flag | OTHER_WRITE, flag).to(tl.int8), mask=wins)
     generation = tl.load(block_generation + tl.where(mask, slot, 0) // block_size, mask=wins, other=0).to(tl.int64)
     tl.store(record + PLACE, (generation << 32) | (position & 0xFFFFFFFF), mask=wins)
     tl.store(record + TOKEN, token, mask=wins)
     tl.store(record + SEED, tl.load(seeds + row, mask=wins, other=0), mask=wins)
     tl.store(record + CHAIN, chain, mask=wins)
     tl.store(record + CHAIN_AFTER, after, mask=wins)
-    tl.store(record + STATE, owner & 0xFFFFFFFF, mask=wins)
+    tl.store(record + WRITE, ((slot * 0 + step) << 32) | (owner & 0xFFFFFFFF), mask=wins)
+    tl.store(record + STATE, slot * 0, mask=wins)

@@ -24,6 +24,7 @@ class ContentChecks:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of scratch."""
         return self._fingerprinter.num_bytes
 
     def verify(self, rows: Rows, reads: CleanReads | Reads, part: int, block_class: tuple[int, int]) -> tuple[int, int]:
@@ -129,7 +130,7 @@ class ContentChecks:
         for (length, number_type), stacks in fingerprinter.stacks.items():
             parts = [part for stack in stacks for part in stack.parts]
             at_parts = torch.tensor(parts)[:, None]
-            step = fingerprinter.rows_per_chunk(length * len(parts))
+            step = fingerprinter.slots_per_chunk(length * len(parts))
             for start in range(0, slots.shape[0], step):
                 chunk = slice(start, start + step)
                 octets, prints = fingerprinter.of_slots(stacks, block[chunk], offset[chunk])
@@ -149,7 +150,7 @@ class ContentChecks:
         size, width = records.block_size, records.table.shape[1]
         taken = records.table.view(records.num_blocks, -1).index_select(0, blocks).view(torch.int32)
         taken = taken.view(-1, size, 2 * width)
-        mask = taken[..., 2 * Column.STATE + 1] != 0
+        mask = taken[..., 2 * Column.STATE] != 0
         if written is not None:
             mask &= written
         elif records.has_unknown:

@@ -12,10 +12,12 @@ from kvcanary_agent.kernels.fingerprints import SEGMENT, byte_keys, num_segments
 from kvcanary_agent.kernels.hashing import as_words
 
 _WIDER_WORDS = (torch.int64, torch.int32, torch.int16)
-_LARGEST_SCRATCH = 1 << 20
-"""Bytes gathered at a time: few calls for many bytes, and yet the second product finds them in the cache."""
-_SCRATCH_SHARE = 512
-"""Scratch is at most this part of the pool, or one block of a part."""
+_GATHER_BYTES = 1 << 20
+"""Bytes gathered at a time: few calls for many bytes, and yet the products find them in the cache."""
+_SCRATCH_SHARE = 256
+"""Scratch for gathers is at most this part of the pool, or one block of a part."""
+_RUN_BYTES = 1 << 22
+"""Bytes at a time where they need not be gathered; what the first product has read, the second finds in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +38,7 @@ class Stack:
 
 
 class Fingerprinter:
-    """Fingerprints of the parts of one group, with scratch that is allocated once.
+    """Fingerprints of the parts of one group.
 
     Attributes:
         stacks: All parts, those of equal payload length and number type in one list.
@@ -56,9 +58,8 @@ class Fingerprinter:
             self.stacks.setdefault((stack.num_bytes, stack.number_type), []).append(stack)
         pool = sum(view.shape[0] * view.shape[1] * length for view, length in zip(views, self._lengths, strict=True))
         block = max((view.shape[1] * length for view, length in zip(views, self._lengths, strict=True)), default=0)
-        self._scratch = torch.empty(
-            -(-max(block, min(_LARGEST_SCRATCH, pool // _SCRATCH_SHARE)) // 8) * 8, dtype=torch.uint8
-        )
+        # Kept, because fresh memory costs more than the gather into it.
+        self._scratch = torch.empty(-(-max(block, min(_GATHER_BYTES, pool // _SCRATCH_SHARE)) // 8), dtype=torch.int64)
         self._segment_keys = {length: segment_keys(num_segments(length)) for length in set(self._lengths)}
         self._byte_keys = {
             width: tuple(keys[:width, None].contiguous() for keys in byte_keys())
@@ -68,11 +69,12 @@ class Fingerprinter:
 
     @property
     def num_bytes(self) -> int:
-        return self._scratch.numel()
+        """Bytes of scratch."""
+        return self._scratch.numel() * self._scratch.element_size()
 
-    def rows_per_chunk(self, num_bytes: int) -> int:
-        """How many rows of that many bytes are fingerprinted at a time."""
-        return max(1, self._scratch.numel() // num_bytes)
+    def slots_per_chunk(self, num_bytes: int) -> int:
+        """For how many slots `of_slots` is best called at a time, if each has so many bytes in all parts."""
+        return max(1, _GATHER_BYTES // num_bytes)
 
     def of_rows(self, octets: torch.Tensor) -> torch.Tensor:
         """The fingerprints, ``[rows]`` int64, of ``[rows, bytes]`` uint8, contiguous."""
@@ -94,10 +96,18 @@ class Fingerprinter:
         if view.is_contiguous() and _is_run(blocks):
             first = int(blocks[0])
             run = view[first : first + blocks.shape[0]].view(-1).view(torch.uint8).view(-1, length)
-            step = self.rows_per_chunk(length)
+            step = max(1, _RUN_BYTES // length)
             pieces = [self.of_rows(run[start : start + step]) for start in range(0, run.shape[0], step)]
         else:
-            pieces = [self.of_rows(octets) for octets in self._gathered(view, length, blocks)]
+            scratch = self._scratch.view(torch.uint8)
+            step = scratch.shape[0] // (length * size)
+            pieces = []
+            for start in range(0, blocks.shape[0], step):
+                chunk = blocks[start : start + step]
+                octets = scratch[: chunk.shape[0] * length * size]
+                gathered = octets.view(view.dtype).view(chunk.shape[0], *view.shape[1:])
+                torch.index_select(view, 0, chunk, out=gathered)
+                pieces.append(self.of_rows(octets.view(-1, length)))
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, size)
 
     def of_slots(
@@ -107,7 +117,7 @@ class Fingerprinter:
 
         Args:
             stacks: One of the lists of `stacks`.
-            block, offset: ``[n]`` int64; as many as fit, see `rows_per_chunk`.
+            block, offset: ``[n]`` int64; as many as `slots_per_chunk` says.
 
         Returns:
             ``[parts, n, bytes]`` uint8 and ``[parts, n]`` int64, in the order of the stacks' parts.
@@ -116,15 +126,6 @@ class Fingerprinter:
         pieces = [stack.view[:, :, block, offset].reshape(-1).view(torch.uint8) for stack in stacks]
         octets = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, slots, length)
         return octets, self.of_rows(octets.view(-1, length)).view(-1, slots)
-
-    def _gathered(self, view: torch.Tensor, length: int, blocks: torch.Tensor) -> Iterator[torch.Tensor]:
-        shape = view.shape[1:]
-        block_bytes = length * view.shape[1]
-        step = self.rows_per_chunk(block_bytes)
-        for chunk in blocks.split(step):
-            taken = self._scratch[: chunk.shape[0] * block_bytes]
-            torch.index_select(view, 0, chunk, out=taken.view(view.dtype).view(chunk.shape[0], *shape))
-            yield taken.view(-1, length)
 
 
 def _is_run(blocks: torch.Tensor) -> bool:
@@ -152,7 +153,7 @@ def _stacks(views: Sequence[torch.Tensor], number_types: Sequence[torch.dtype]) 
         alike.setdefault(key, []).append(part)
     for members in alike.values():
         members.sort(key=lambda part: views[part].storage_offset())
-        for parts, inner, strides in _grids(members, [views[part].storage_offset() for part in members]):
+        for parts, inner, strides in _grids(members, [int(views[part].storage_offset()) for part in members]):
             view = views[parts[0]]
             yield Stack(
                 parts=parts,

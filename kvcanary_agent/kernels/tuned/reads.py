@@ -9,7 +9,7 @@ import torch
 from kvcanary_agent.kernels.plan import KnownTokens, Rows
 from kvcanary_agent.kernels.records import UNKNOWN, Column, Records
 
-_CHUNK_SLOTS = 8192
+_CHUNK_SLOTS = 16384
 """Records gathered at a time: few calls, and yet they stay in the cache from one comparison to the next."""
 
 

@@ -65,7 +65,6 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     other_token = (old[:, Column.TOKEN] != tokens).logical_and_(recorded)
     other_write = (old_halves[:, 2 * Column.PLACE] != positions).logical_and_(recorded)
     other_write.logical_or_(other_token).logical_or_(never)
-    old_chain = old[:, Column.CHAIN].clone() if records.bytes_tell_context else None
     owners = rows.owners.index_select(0, row)
     written = Written(
         step=rows.step,
@@ -83,17 +82,16 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     halves[:, 2 * Column.PLACE + 1] = records.block_generation.index_select(0, slots // records.block_size)
     new[:, Column.TOKEN] = tokens
     new[:, Column.SEED] = rows.seeds.index_select(0, row)
-    halves[:, 2 * Column.WRITE] = order
+    halves[:, 2 * Column.WRITE] = owners
     halves[:, 2 * Column.WRITE + 1] = rows.step
-    halves[:, 2 * Column.STATE] = owners
-    halves[:, 2 * Column.STATE + 1] = 0
+    halves[:, 2 * Column.STATE] = 0
+    halves[:, 2 * Column.CLAIM] = order
     # Step and order first: the bases of the chains are found by what this step writes.
-    records.table[:, Column.WRITE :].index_copy_(0, slots, new[:, Column.WRITE :])
+    records.step.index_fill_(0, slots, rows.step)
+    records.order.scatter_(0, slots, order)
     after = after + chain_bases(records, rows, row, after).index_select(0, row)
     new[:, Column.CHAIN_AFTER] = after
     torch.sub(after, added, out=new[:, Column.CHAIN])
-    if old_chain is not None:
-        other_write.logical_or_((old_chain != new[:, Column.CHAIN]).logical_and_(recorded))
     records.table.index_copy_(0, slots, new)
 
     winner = records.order.index_select(0, slots)
