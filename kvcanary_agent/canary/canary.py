@@ -199,7 +199,8 @@ class Canary:
         self._step += 1
         shared_rows = self._shared_rows(step)
         offsets = step.query_offsets.to(torch.int64)
-        write_rows = torch.repeat_interleave(offsets[1:] - offsets[:-1])
+        # Told how many there are, a GPU need not be waited for.
+        write_rows = torch.repeat_interleave(offsets[1:] - offsets[:-1], output_size=step.token_ids.shape[0])
         tokens, positions = step.token_ids.to(torch.int64), step.positions.to(torch.int64)
         known = None
         if step.known_tokens is not None:
@@ -309,12 +310,15 @@ class Canary:
 
     # Parts of a step
 
-    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.layout.device)
+    def _on_device(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        device = self.layout.device
+        if device.type != "cuda":
+            return torch.tensor(numbers, dtype=dtype, device=device)
+        # From pinned memory, because the host would wait for a copy from any other.
+        return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
     def _shared_rows(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the rows of all groups have in common: owners, seeds and prefix lengths."""
-        device = self.layout.device
         namespaces = step.namespaces or [None] * len(step.requests)
         batch = (tuple(step.requests), tuple(namespaces), self._epoch)
         if self._batch is None or self._batch[0] != batch:
@@ -322,8 +326,8 @@ class Canary:
             seeds = [self._reporter.seed_of(namespace, self._epoch) for namespace in namespaces]
             self._batch = (
                 batch,
-                torch.tensor(owners, dtype=torch.int32, device=device),
-                torch.tensor(seeds, dtype=torch.int64, device=device),
+                self._on_device(owners, torch.int32),
+                self._on_device(seeds),
             )
         return (*self._batch[1:], step.prefix_lens.to(torch.int64))
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.benchmarks.measures import fingerprint_speeds, growth, metadata_costs, record_shares
 
-ATTEMPTS = 5
+ATTEMPTS = 20
 
 
 @pytest.fixture(autouse=True)
