@@ -19,6 +19,10 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _faults(arguments: list[str]) -> int:
+    import warnings
+
+    # torch says so where NumPy is absent; nothing here uses it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from kvcanary_agent.faults import command
 
     return command.main(arguments)
