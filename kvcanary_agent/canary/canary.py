@@ -53,7 +53,7 @@ class Canary:
         self._failed: Counter[str] = Counter()
         self._pending: list[Any] | None = None
         self._claims: dict[tuple[int, int], _Claim] = {}
-        self._digest: dict[str, int] = {}
+        self._read_last: tuple[Sequence[str], list[tuple[Rows, Any]]] | None = None
         # Owners and seeds of the last batch: most steps compute the same requests as the step before.
         self._batch: tuple[object, torch.Tensor, torch.Tensor] | None = None
         # In-place updates must work in and outside inference mode, whichever the engine is in now.
@@ -223,8 +223,7 @@ class Canary:
             due.append((rows, self._checks[index].verify_reads(rows, self.layout.groups[index].window, known)))
         for index, (rows, reads) in enumerate(due):
             self._verify_content(index, rows, reads)
-        if self.layout.world_size > 1:
-            self._digest = self._digest_of(step, due)
+        self._read_last = (step.requests, due)
         self._finish("verify", start)
 
     def after_forward(self) -> None:
@@ -273,16 +272,23 @@ class Canary:
         self._finish("sweep", start)
 
     def digest(self) -> dict[str, int]:
-        """What each request of the last step was going to read, in one number; empty if there is one rank only.
+        """What each request of the last step reads, in one number, worked out when it is asked for.
 
         Ranks that agree have equal digests: it covers blocks, positions, chains and whether the slots were written.
         """
-        return self._digest
+        if self._read_last is None:
+            return {}
+        requests, due = self._read_last
+        total = torch.zeros(len(requests), dtype=torch.int64, device=self.layout.device)
+        for checks, (rows, reads) in zip(self._checks, due, strict=True):
+            total = total * 31 + checks.digest(rows, reads)
+        return dict(zip(requests, total.tolist(), strict=True))
 
     def disagree(self, expected: dict[str, int]) -> None:
         """Report each request of the last step whose digest is not that of the other ranks."""
-        for request in sorted(self._digest.keys() | expected.keys()):
-            own, others = self._digest.get(request), expected.get(request)
+        digest = self.digest()
+        for request in sorted(digest.keys() | expected.keys()):
+            own, others = digest.get(request), expected.get(request)
             if own == others:
                 continue
             self._reporter.report(
@@ -305,7 +311,7 @@ class Canary:
         """Let go of the engine's tensors; no other call may follow."""
         self._sink.close()
         del self.layout, self._reporter
-        self._pending = None
+        self._pending = self._read_last = None
         self._records, self._checks, self._stored, self._patrols = [], [], [], []
 
     # Parts of a step
@@ -423,12 +429,6 @@ class Canary:
                 detail="the prefix index promises the K/V of other tokens than the block holds",
             )
         )
-
-    def _digest_of(self, step: ForwardStep, due: Sequence[tuple[Rows, Any]]) -> dict[str, int]:
-        total = torch.zeros(len(step.requests), dtype=torch.int64, device=self.layout.device)
-        for checks, (rows, reads) in zip(self._checks, due, strict=True):
-            total = total * 31 + checks.digest(rows, reads)
-        return dict(zip(step.requests, total.tolist(), strict=True))
 
     # Reports
 
