@@ -33,7 +33,7 @@ def place(violation: Violation) -> tuple[Any, ...]:
 # Content
 
 
-@pytest.mark.parametrize(("part", "names"), enumerate([("layers.0", "k"), ("layers.0", "v"), ("layers.1", "k")]))
+@pytest.mark.parametrize(("part", "names"), list(enumerate([("layers.0", "k"), ("layers.0", "v"), ("layers.1", "k")])))
 def test_a_flipped_bit_is_reported_to_its_reader_with_layer_part_writer_and_step(
     part: int, names: tuple[str, str]
 ) -> None:
