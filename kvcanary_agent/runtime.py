@@ -14,10 +14,10 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcanary_agent.activation.patching import Around, owner_of, patch_method, unwrap_method
-from kvcanary_agent.canary import Canary, KVCanaryError, KVLayout, Sink
+from kvcanary_agent.canary import Canary, ForwardStep, KVCanaryError, KVLayout, Sink
 from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ __all__ = [
     "patch_class",
     "shut_down",
     "telemetry",
+    "watched_forward",
 ]
+
+T = TypeVar("T")
 
 _SHUT_DOWN_TIMEOUT_S = 1.0
 
@@ -226,6 +229,32 @@ class FailOpen:
             log.debug("kvcanary: %s failed", self.subject, exc_info=error)
             not_covered(self.engine, self.subject, f"switched off after {_described(error)}")
         return True
+
+
+def watched_forward(part: FailOpen, canary: Canary, describe: Callable[[], ForwardStep], forward: Callable[[], T]) -> T:
+    """Run one forward pass between the canary's two looks at it; what every adapter's step comes to.
+
+    Args:
+        part: What to switch off if the agent fails; to be on.
+        canary: Of the pool that the step uses.
+        describe: The step; called before the forward.
+        forward: The engine's own forward; its result is returned, and what it raises is raised.
+
+    Raises:
+        KVCanaryError: In raise mode, if anything is wrong.
+    """
+    with part:
+        canary.before_forward(describe())
+    try:
+        result = forward()
+    except BaseException:
+        with part:
+            canary.abandon_step()
+        raise
+    if part.on:
+        with part:
+            canary.after_forward()
+    return result
 
 
 def _described(error: BaseException) -> str:

@@ -125,18 +125,7 @@ def _around_forward(call: Callable[..., Any], runner: Any, batch: Any, /) -> Any
     watch = _watches.get(runner)
     if not watch or not watch.part.on:
         return call(batch)
-    with watch.part:
-        watch.canary.before_forward(_step(batch, watch.sequences))
-    try:
-        result = call(batch)
-    except BaseException:
-        with watch.part:
-            watch.canary.abandon_step()
-        raise
-    if watch.part.on:
-        with watch.part:
-            watch.canary.after_forward()
-    return result
+    return runtime.watched_forward(watch.part, watch.canary, lambda: _step(batch, watch.sequences), lambda: call(batch))
 
 
 def _step(batch: Any, sequences: list[Any]) -> ForwardStep:

@@ -219,18 +219,12 @@ def _around_model_forward(
     tokens = attached.disarm() if attached is not None else None
     if attached is None or tokens is None or not attached.part.on:
         return call(input_ids, positions, *args, **kwargs)
-    with attached.part:
-        attached.canary.before_forward(attached.describe_step(runner, tokens, positions.shape[-1]))
-    try:
-        output = call(input_ids, positions, *args, **kwargs)
-    except BaseException:
-        with attached.part:
-            attached.canary.abandon_step()
-        raise
-    if attached.part.on:
-        with attached.part:
-            attached.canary.after_forward()
-    return output
+    return runtime.watched_forward(
+        attached.part,
+        attached.canary,
+        lambda: attached.describe_step(runner, tokens, positions.shape[-1]),
+        lambda: call(input_ids, positions, *args, **kwargs),
+    )
 
 
 def _around_shutdown(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -164,7 +164,26 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     records.chain[slots] = after - added[at]
     records.chain_after[slots] = after
 
-    winner = records.order[slots]
+    return written, report_overwritten(records, written, tokens, after, records.order[slots], ring, group)
+
+
+def report_overwritten(
+    records: Records,
+    written: Written,
+    tokens: torch.Tensor,
+    after: torch.Tensor,
+    winner: torch.Tensor,
+    ring: ViolationRing,
+    group: int,
+) -> int:
+    """Append each write that another of the step overwrites with something else; how many those are.
+
+    Args:
+        tokens, after: ``[writes]`` int64: the new token and the chain after it.
+        winner: ``[writes]`` int32: which write of the step its slot holds in the end.
+    """
+    order = torch.arange(winner.shape[0], dtype=winner.dtype, device=winner.device)
+    positions = written.positions
     overwritten = (winner != order) & ((after != after[winner]) | (positions != positions[winner]))
     count = int(overwritten.sum())
     if count:
@@ -173,15 +192,15 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
             records,
             fault=Fault.WRITE_TWICE,
             group=group,
-            step=rows.step,
-            owner=owners[overwritten],
-            position=written.positions[overwritten],
-            slot=slots[overwritten],
+            step=written.step,
+            owner=written.owners[overwritten],
+            position=positions[overwritten],
+            slot=written.slots[overwritten],
             part=-1,
             expected=tokens[overwritten],
             found=tokens[winner[overwritten]],
         )
-    return written, count
+    return count
 
 
 def chain_bases(records: Records, rows: Rows, write_rows: torch.Tensor, after_in_row: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from kvcanary_agent.kernels.hashing import mix
-from kvcanary_agent.kernels.plan import Fault, Rows, Writes, Written
+from kvcanary_agent.kernels.plan import Rows, Writes, Written
 from kvcanary_agent.kernels.records import Column, Records
-from kvcanary_agent.kernels.reference.reporting import append
 from kvcanary_agent.kernels.reference.tokens import known_at
-from kvcanary_agent.kernels.reference.writes import chain_bases
+from kvcanary_agent.kernels.reference.writes import chain_bases, report_overwritten
 from kvcanary_agent.kernels.ring import ViolationRing
 
 
@@ -97,21 +96,4 @@ def enter_writes(records: Records, rows: Rows, writes: Writes, ring: ViolationRi
     winner = records.order.index_select(0, slots)
     if torch.equal(winner, order):
         return written, 0
-    place = winner.to(torch.int64)
-    overwritten = (winner != order) & ((after != after[place]) | (positions != positions[place]))
-    count = int(overwritten.sum())
-    if count:
-        append(
-            ring,
-            records,
-            fault=Fault.WRITE_TWICE,
-            group=group,
-            step=rows.step,
-            owner=owners[overwritten],
-            position=positions[overwritten],
-            slot=slots[overwritten],
-            part=-1,
-            expected=tokens[overwritten],
-            found=tokens[place[overwritten]],
-        )
-    return written, count
+    return written, report_overwritten(records, written, tokens, after, winner, ring, group)
