@@ -32,6 +32,7 @@ __all__ = [
     "on_shut_down",
     "open_canary",
     "patch_class",
+    "recorded_forward",
     "shut_down",
     "telemetry",
     "watched_forward",
@@ -245,6 +246,20 @@ def watched_forward(part: FailOpen, canary: Canary, describe: Callable[[], Forwa
     """
     with part:
         canary.before_forward(describe())
+    return recorded_forward(part, canary, forward)
+
+
+def recorded_forward(part: FailOpen, canary: Canary, forward: Callable[[], T]) -> T:
+    """Run one forward pass and the canary's second look at it, for an engine whose step is described inside.
+
+    Args:
+        part: What to switch off if the agent fails.
+        canary: Of the pool that the step uses; its `before_forward` is called within ``forward``, or before.
+        forward: The engine's own; its result is returned, and what it raises is raised.
+
+    Raises:
+        KVCanaryError: In raise mode, if anything is wrong.
+    """
     try:
         result = forward()
     except BaseException:

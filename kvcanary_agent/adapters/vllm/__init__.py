@@ -1,8 +1,8 @@
-"""vLLM: the V1 model runner, in whichever process holds the KV pool.
+"""vLLM: both generations of model runners, in whichever process holds the KV pool.
 
 The worker's process owns the pool and is told by every `SchedulerOutput` which blocks were handed out, so the canary
-lives there alone. `model_runner` patches the runner and describes its steps, `pool` describes its pool, and
-`slot_probe` finds out where a layer keeps the bytes of a slot.
+lives there alone. `model_runner` (V1) and `v2_model_runner` patch a runner and describe its steps, `attached_runner` is
+what they share, `pool` describes a runner's pool, and `slot_probe` finds out where a layer keeps the bytes of a slot.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from kvcanary_agent import runtime
-from kvcanary_agent.adapters.vllm.model_runner import export_coverage, patch_model_runner, pool_contents_lost
+from kvcanary_agent.adapters.vllm.attached_runner import pool_contents_lost
+from kvcanary_agent.adapters.vllm.model_runner import patch_model_runner
+from kvcanary_agent.adapters.vllm.v2_model_runner import patch_v2_model_runner
 
 
 def patch(module: ModuleType) -> None:
@@ -37,21 +39,8 @@ def _around_wake_up(call: Callable[..., Any], worker: Any, /, *args: Any, **kwar
     return result
 
 
-def _patch_v2_model_runner(cls: type) -> None:
-    # Only when the engine chooses it: the module is imported by servers that run V1, too.
-    if hasattr(cls, "initialize_kv_cache"):
-        runtime.patch_class("vllm", cls, {"initialize_kv_cache": _around_v2_initialize_kv_cache})
-
-
-def _around_v2_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
-    runtime.not_covered("vllm", "V2 model runner", "not supported yet; VLLM_USE_V2_MODEL_RUNNER=0 selects V1")
-    result = call(*args, **kwargs)
-    export_coverage()
-    return result
-
-
 _PATCHES: dict[str, tuple[str, str, Callable[[type], None]]] = {
     "vllm.v1.worker.gpu_model_runner": ("V1 model runner", "GPUModelRunner", patch_model_runner),
-    "vllm.v1.worker.gpu.model_runner": ("V2 model runner", "GPUModelRunner", _patch_v2_model_runner),
+    "vllm.v1.worker.gpu.model_runner": ("V2 model runner", "GPUModelRunner", patch_v2_model_runner),
     "vllm.v1.worker.gpu_worker": ("worker", "Worker", _patch_worker),
 }

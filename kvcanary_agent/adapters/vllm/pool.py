@@ -1,7 +1,8 @@
-"""Describe the KV pool of a vLLM model runner."""
+"""Describe the KV pool of a vLLM model runner, of either generation."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ _COVERED_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttent
 _COVERED_QUANTISATION = frozenset({"NONE", "FP8_PER_TENSOR"})
 # What the two halves of a latent cache are called in reports: the latent makes both K and V, the rotary half K alone.
 _MLA_PARTS = {"k": "kv", "v": "k"}
-_DRAFTERS_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa"})
+# Methods of speculation that keep no K/V of their own.
+DRAFTERS_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa"})
 
 # Shape, strides and offset of a part within its layer's cache.
 _Pattern = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -30,12 +32,31 @@ class NotCovered(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PoolSource:
+    """Where a runner keeps what describes its pool; each generation of runners has its own places.
+
+    Attributes:
+        kv_cache_config: vLLM's ``KVCacheConfig`` of the pool.
+        layers: Every attention layer by name; its ``kv_cache`` is its part of the pool.
+        dtype: Of the model, and so of the K and V that its layers hand to their cache's update.
+        tables: For each group of ``kv_cache_config``, the index of its block table in a step; None if it has none.
+        draft_layers: Names of the layers that a drafter runs by itself.
+    """
+
+    kv_cache_config: Any
+    layers: Mapping[str, Any]
+    dtype: torch.dtype
+    tables: Sequence[int | None]
+    draft_layers: Collection[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pool:
     """A runner's pool.
 
     Attributes:
         layout: What the canary checks.
-        tables: For each group of ``layout``, the index of its block table in the runner's input batch.
+        tables: For each group of ``layout``, the index of its block table in a step.
         group_ids: For each group of ``layout``, vLLM's number of the group: the index into every ``block_ids``.
     """
 
@@ -44,36 +65,29 @@ class Pool:
     group_ids: tuple[int, ...]
 
 
-def describe_pool(runner: Any) -> Pool:
-    """Describe the pool that ``runner`` has just allocated.
-
-    Args:
-        runner: A ``GPUModelRunner`` (V1) or a subclass, after ``initialize_kv_cache``.
+def describe_pool(source: PoolSource) -> Pool:
+    """Describe a pool that has just been allocated.
 
     Raises:
         NotCovered: If nothing of the pool can be checked.
         LayoutError: If the layout found contradicts itself.
     """
-    _refuse_what_moves_blocks_unseen(runner)
-    config = runner.kv_cache_config
+    config = source.kv_cache_config
     left_out: dict[str, str] = {}
-    draft_layers = _draft_layers(runner)
-    probe = _LayerProbe(runner)
+    probe = _LayerProbe(source.layers, source.dtype)
     groups: list[KVGroup] = []
     tables: list[int] = []
     group_ids: list[int] = []
-    table = -1
-    for group_id, group in enumerate(config.kv_cache_groups):
-        if type(group.kv_cache_spec).__name__ == "EncoderOnlyAttentionSpec":
-            continue  # keeps nothing, and has no block table
-        table += 1
+    for group_id, (group, table) in enumerate(zip(config.kv_cache_groups, source.tables, strict=True)):
+        if table is None:
+            continue
         parts: list[KVPart] = []
         window: int | None = None
         seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
         for layer in group.layer_names:
-            if layer in runner.shared_kv_cache_layers:
+            if getattr(source.layers.get(layer), "kv_sharing_target_layer_name", None) is not None:
                 continue  # reads another layer's cache, which is described under that layer's name
-            if layer in draft_layers:
+            if layer in source.draft_layers:
                 left_out[layer] = "layer of a draft model: it is written outside the model's step"
                 continue
             spec = _layer_spec(group.kv_cache_spec, layer)
@@ -118,23 +132,27 @@ def describe_pool(runner: Any) -> Pool:
     return Pool(layout=layout, tables=tuple(tables), group_ids=tuple(group_ids))
 
 
-def _refuse_what_moves_blocks_unseen(runner: Any) -> None:
-    if runner.vllm_config.kv_transfer_config is not None:
+def has_block_table(group: Any) -> bool:
+    """Whether a group of layers keeps anything: encoder-only attention does not."""
+    return type(group.kv_cache_spec).__name__ != "EncoderOnlyAttentionSpec"
+
+
+def refuse_what_moves_blocks_unseen(vllm_config: Any, context_parallel_ranks: int) -> None:
+    """Refuse a configuration in which blocks are filled or spread in ways that the worker is not told of.
+
+    Raises:
+        NotCovered: If it is one.
+    """
+    if vllm_config.kv_transfer_config is not None:
         raise NotCovered("a KV connector fills blocks without telling the worker which")
-    for table in runner.input_batch.block_table.block_tables:
-        if table.dcp_world_size * table.pcp_world_size > 1:
-            raise NotCovered("context parallelism spreads the positions of a block over several ranks")
+    if context_parallel_ranks > 1:
+        raise NotCovered("context parallelism spreads the positions of a block over several ranks")
 
 
-def _draft_layers(runner: Any) -> frozenset[str]:
-    """Names of the layers that a drafter runs by itself."""
-    config = runner.vllm_config.speculative_config
-    if config is None or config.method in _DRAFTERS_WITHOUT_LAYERS:
-        return frozenset()
-    names = getattr(runner.drafter, "_draft_attn_layer_names", None)
-    if names is None:
-        raise NotCovered(f"cannot tell the layers of the {config.method!r} drafter from those of the model")
-    return frozenset(names)
+def speculates_without_layers(vllm_config: Any) -> bool:
+    """Whether there is no drafter, or only one that keeps no K/V of its own."""
+    config = vllm_config.speculative_config
+    return config is None or config.method in DRAFTERS_WITHOUT_LAYERS
 
 
 def _layer_spec(spec: Any, layer: str) -> Any:
@@ -145,9 +163,8 @@ def _layer_spec(spec: Any, layer: str) -> Any:
 class _LayerProbe:
     """Finds the parts of layers, probing each kind of layer once."""
 
-    def __init__(self, runner: Any) -> None:
-        self._layers = runner.compilation_config.static_forward_context
-        self._dtype = runner.dtype
+    def __init__(self, layers: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self._layers, self._dtype = layers, dtype
         self._patterns: dict[tuple[object, ...], dict[str, _Pattern]] = {}
 
     def parts(self, name: str, spec: Any, num_blocks: int) -> list[KVPart]:

@@ -1,9 +1,9 @@
 """A program that uses vLLM offline, for the suite to run with and without the agent: generate.py JOB.
 
 ``JOB`` is a file of JSON: ``engine`` (keyword arguments of ``LLM``), ``prompts`` (lists of token ids), ``max_tokens``,
-``rounds``. Prints one line, ``RESULT`` and JSON: ``tokens`` and ``texts`` of every request of every round, or an
-``error``. Then it waits until its standard input is closed, so that the engine's processes live for as long as the
-suite looks at what they export.
+``rounds``, ``v2`` (whether to run the V2 model runner, see `v2_on_cpu`). Prints one line, ``RESULT`` and JSON:
+``tokens`` and ``texts`` of every request of every round, or an ``error``. Then it waits until its standard input is
+closed, so that the engine's processes live for as long as the suite looks at what they export.
 """
 
 import json
@@ -12,9 +12,15 @@ from pathlib import Path
 
 
 def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    if job["v2"]:
+        sys.path.insert(0, str(Path(__file__).parents[3]))
+        from tests.engines.vllm import v2_on_cpu
+
+        v2_on_cpu.prepare(asynchronous=job["engine"].get("async_scheduling", False))
+
     from vllm import LLM, SamplingParams
 
-    job = json.loads(Path(sys.argv[1]).read_text())
     engine = LLM(**job["engine"])
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)

@@ -153,13 +153,14 @@ class Engine:
         return Watched(result=result, receiver=receiver, output=output)
 
     def _program(self, options: dict[str, Any]) -> list[str | Path]:
-        model = options.pop("model", "llama")
+        model, v2 = options.pop("model", "llama"), options.pop("v2", False)
         job = {
             "engine": {**ENGINE, "model": str(self.models / model), **options},
             "prompts": PROMPTS,
             "max_tokens": MAX_TOKENS,
             # In the second round every prompt is in the prefix cache.
             "rounds": 2,
+            "v2": v2,
         }
         self._jobs += 1
         path = self._folder / f"job{self._jobs}.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvcanary_agent.adapters.vllm.model_runner import fresh_blocks
+from kvcanary_agent.adapters.vllm.attached_runner import fresh_blocks
 
 
 def scheduled(*, new: Any = (), cached: Any = (), resumed: Any = ()) -> SimpleNamespace:
