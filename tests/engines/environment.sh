@@ -1,9 +1,9 @@
 #!/bin/bash
 # A virtual environment with a real engine in it: environment.sh ENGINE prints its folder, building it first if need be.
 #
-# The recipe is ENGINE/install.sh and ENGINE/requirements.txt beside this script. Each state of the recipe has a folder
-# of its own in the cache, so a changed recipe never meets an old environment. Two callers at once build it once; a build
-# that was interrupted is begun anew.
+# The recipe is ENGINE/install.sh, ENGINE/requirements.txt and ENGINE/stubs beside this script. Each state of the recipe
+# has a folder of its own in the cache, so a changed recipe never meets an old environment. Two callers at once build it
+# once; a build that was interrupted is begun anew.
 set -euo pipefail
 
 engine=${1:?usage: environment.sh ENGINE (a folder beside this script with an install.sh)}
@@ -14,7 +14,8 @@ if [[ ! -f "$recipe/install.sh" ]]; then
 fi
 
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/kvcanary-agent"
-hash=$(cat "$recipe/install.sh" "$recipe/requirements.txt" | sha256sum | cut -c1-12)
+shopt -s nullglob
+hash=$(cat "$recipe/install.sh" "$recipe/requirements.txt" "$recipe"/stubs/*/*.py | sha256sum | cut -c1-12)
 folder="$cache/$engine-$hash"
 finished="$folder/finished"
 
