@@ -2,6 +2,10 @@ BUILTIN: dict[str, str] = {
     "vllm.v1.worker.gpu_model_runner": "kvcanary_agent.adapters.vllm",
     "vllm.v1.worker.gpu.model_runner": "kvcanary_agent.adapters.vllm",
     "vllm.v1.worker.gpu_worker": "kvcanary_agent.adapters.vllm",
+    "sglang.srt.model_executor.model_runner": "kvcanary_agent.adapters.sglang",
+    "sglang.srt.model_executor.forward_batch_info": "kvcanary_agent.adapters.sglang",
+    "sglang.srt.mem_cache.allocator.token": "kvcanary_agent.adapters.sglang",
+    "sglang.srt.mem_cache.allocator.paged": "kvcanary_agent.adapters.sglang",
     "kvcanary_agent.demo.engine": "kvcanary_agent.adapters.demo",
 }
 """The module of each engine that has to be patched, and the adapter module whose ``patch(module)`` does it.

@@ -18,6 +18,7 @@ from kvcanary_agent.kernels.ring import ViolationRing
 from kvcanary_agent.settings import Settings
 
 from .layout import KVGroup, KVLayout
+from .occupancy import Occupancy
 from .ownership import Misuse, Ownership
 from .reporting import Reporter
 from .schedule import Patrol, scrub_schedule
@@ -61,6 +62,7 @@ class Canary:
             self._records = [_records_of(group, settings.content) for group in layout.groups]
             self._ring = ViolationRing(RING_CAPACITY, layout.device)
             self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
+            self._occupancy = [Occupancy(g.num_blocks, g.device) for g in layout.groups]
         self._checks = [
             checks_for(records, self._ring, index, self._count) for index, records in enumerate(self._records)
         ]
@@ -71,7 +73,8 @@ class Canary:
             self._ring.num_bytes
             + sum(records.num_bytes for records in self._records)
             + sum(checks.num_bytes for checks in self._checks)
-            + sum(ownership.num_bytes for ownership in self._ownership),
+            + sum(ownership.num_bytes for ownership in self._ownership)
+            + sum(occupancy.num_bytes for occupancy in self._occupancy),
             sum(group.bytes_per_slot * group.num_slots for group in layout.groups),
         )
 
@@ -115,6 +118,35 @@ class Canary:
             if void:
                 self._records[group].block_generation[self._on_device(void)] += 1
             self._misused(group, misuses)
+
+    def taken(self, blocks: torch.Tensor, *, group: int = 0) -> None:
+        """As `allocated`, from an allocator that keeps its lists on the device and does not say for whom it is.
+
+        Args:
+            blocks: ``[n]`` int64 on the pool's device; -1 stands for none.
+            group: Which group of layers.
+        """
+        self._records[group].block_generation.index_add_(0, blocks.clamp(min=0), (blocks >= 0).to(torch.int32))
+        wrong = self._occupancy[group].taken(blocks)
+        self._misused(
+            group, self._unnamed_misuses(group, blocks, wrong, "handed out while {} still uses it: double allocation")
+        )
+
+    def returned(self, blocks: torch.Tensor, *, group: int = 0) -> None:
+        """As `freed`, from an allocator that keeps its lists on the device; nobody may read the blocks any more.
+
+        Args:
+            blocks: ``[n]`` int64 on the pool's device; -1 stands for none.
+            group: Which group of layers.
+        """
+        wrong = self._occupancy[group].returned(blocks)
+        self._records[group].block_generation.index_add_(0, blocks.clamp(min=0), (blocks >= 0).to(torch.int32))
+        self._misused(group, self._unnamed_misuses(group, blocks, wrong, "freed although it is free: double free"))
+
+    def all_returned(self, *, group: int = 0) -> None:
+        """The allocator starts anew, with every block free; nobody may read any of them."""
+        self._occupancy[group].all_returned()
+        self._records[group].block_generation += 1
 
     def copied(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, group: int = 0) -> None:
         """The engine copies whole blocks (copy on write, defragmentation): their records travel along.
@@ -183,9 +215,10 @@ class Canary:
     def reset(self) -> None:
         """The pool's contents are gone (sleep and wake): nothing counts as written, or as handed out."""
         self._claims.clear()
-        for records, ownership in zip(self._records, self._ownership, strict=True):
+        for records, ownership, occupancy in zip(self._records, self._ownership, self._occupancy, strict=True):
             records.forget()
             ownership.forget()
+            occupancy.forget()
 
     # Steps
 
@@ -355,11 +388,20 @@ class Canary:
             seeds=seeds,
             prefix_lens=prefix_lens,
             block_table=block_table,
-            held=ownership.held if self.layout.reports_ownership else None,
-            held_rows=self._on_device(ownership.rows(step.requests)),
+            held=self._held(index),
+            held_rows=(
+                torch.zeros_like(prefix_lens)
+                if self.layout.reports_occupancy
+                else self._on_device(ownership.rows(step.requests))
+            ),
             references=ownership.references,
             first_holders=ownership.first_holders,
         )
+
+    def _held(self, index: int) -> torch.Tensor | None:
+        if self.layout.reports_occupancy:
+            return self._occupancy[index].held
+        return self._ownership[index].held if self.layout.reports_ownership else None
 
     def _enter_writes(self, index: int, rows: Rows, writes: Writes, group_step: GroupStep) -> Any:
         pad_slots = group_step.pad_slots
@@ -439,6 +481,16 @@ class Canary:
     def _misused(self, group: int, misuses: list[Misuse]) -> None:
         if misuses:
             self._reporter.misuses(group, self._step, misuses)
+
+    def _unnamed_misuses(self, group: int, blocks: torch.Tensor, wrong: torch.Tensor, detail: str) -> list[Misuse]:
+        """What an allocator did with the ``wrong`` ones of ``blocks``, with the last writer of each."""
+        if not bool(wrong.any()):
+            return []
+        records, misuses = self._records[group], []
+        for block in blocks[wrong].tolist():
+            writer = self._reporter.name_of(int(records.owner[block * records.block_size]))
+            misuses.append(Misuse(block, None, writer, detail.format(writer or "another request")))
+        return misuses
 
     def _drain(self) -> None:
         entries, lost = self._ring.drain()

@@ -89,6 +89,8 @@ class KVLayout:
         rank: Tensor-parallel rank of this process, and ``world_size`` of how many.
         reports_ownership: The adapter tells of every block allocated to, shared with and freed by a request, with
             the request's name; then a block that a request uses without holding it is a violation.
+        reports_occupancy: The adapter tells of every block that the allocator hands out and takes back, but not to
+            whom; then a block that a request uses while it is free is a violation.
         not_covered: Layers (or other parts of the pool) that are left out, with the reason; they appear in the
             coverage that the agent reports.
 
@@ -103,6 +105,7 @@ class KVLayout:
     rank: int = 0
     world_size: int = 1
     reports_ownership: bool = False
+    reports_occupancy: bool = False
     not_covered: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

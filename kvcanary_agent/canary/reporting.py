@@ -209,6 +209,9 @@ class Reporter:
         )
 
     def _held(self, fault: Fault) -> bool | None:
+        if self._layout.reports_occupancy:
+            # A block in use may be anybody's.
+            return False if fault is Fault.READ_NOT_HELD else None
         if not self._layout.reports_ownership or fault not in _READ_FAULTS:
             return None
         # Of a read's faults, a block that is not held comes before those that remain.

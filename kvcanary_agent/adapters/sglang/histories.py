@@ -1,0 +1,96 @@
+"""The tokens that requests consist of, as the scheduler knows them, on the pool's device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcanary_agent.canary.step import KnownTokens
+
+_FIRST_ROWS = 16
+_FIRST_WIDTH = 256
+
+
+class Histories:
+    """One row of tokens for each request that was in a batch and is still alive; each step adds only what is new.
+
+    Under overlap scheduling the scheduler learns of a token a step late: until then it is unknown.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tokens = torch.full((_FIRST_ROWS, _FIRST_WIDTH), -1, dtype=torch.int32, device=device)
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(_FIRST_ROWS))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tokens.numel() * self._tokens.element_size()
+
+    def known_tokens(self, requests: Sequence[Any]) -> KnownTokens:
+        """The tokens of these requests of the scheduler, in the order of the step's rows."""
+        rows: list[int] = []
+        at_rows: list[int] = []
+        at_columns: list[int] = []
+        new: list[int] = []
+        longest = 0
+        for request in requests:
+            row = self._row_of(request)
+            rows.append(row.index)
+            prompt, output = request.origin_input_ids, request.output_ids
+            length, known = len(prompt) + len(output), row.length
+            if length > known:
+                added = [*prompt[known:], *output[max(known - len(prompt), 0) :]]
+                at_rows += [row.index] * len(added)
+                at_columns += range(known, length)
+                new += added
+                row.length = length
+            longest = max(longest, length)
+        self._widen(longest)
+        if new:
+            rows_at, columns_at, tokens = (self._on_device(values) for values in (at_rows, at_columns, new))
+            self._tokens[rows_at, columns_at] = tokens.to(torch.int32)
+        return KnownTokens(tokens=self._tokens, rows=self._on_device(rows))
+
+    def _row_of(self, request: Any) -> _Row:
+        row = self._rows.get(id(request))
+        if row is not None and row.request() is request:
+            return row
+        if row is not None:
+            self._release(id(request))
+        if not self._free:
+            for key in [key for key, row in self._rows.items() if row.request() is None]:
+                self._release(key)
+        if not self._free:
+            self._double_rows()
+        row = self._rows[id(request)] = _Row(self._free.pop(), weakref.ref(request))
+        return row
+
+    def _release(self, key: int) -> None:
+        row = self._rows.pop(key)
+        self._tokens[row.index].fill_(-1)
+        self._free.append(row.index)
+
+    def _double_rows(self) -> None:
+        count = self._tokens.shape[0]
+        self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)])
+        self._free.extend(range(count, 2 * count))
+
+    def _widen(self, width: int) -> None:
+        while self._tokens.shape[1] < width:
+            self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)], dim=1)
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+
+class _Row:
+    """Where a request's tokens are, and how many are there."""
+
+    __slots__ = ("index", "length", "request")
+
+    def __init__(self, index: int, request: weakref.ref[Any]) -> None:
+        self.index, self.request, self.length = index, request, 0

@@ -1,0 +1,151 @@
+"""Patch points of SGLang's model runner, around which the steps of a pool are checked.
+
+Written against SGLang 0.5.23; the methods and their parameters are checked before anything is patched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvcanary_agent import runtime
+from kvcanary_agent.adapters.sglang.allocator import follow
+from kvcanary_agent.adapters.sglang.histories import Histories
+from kvcanary_agent.adapters.sglang.pool import NotCovered, Pool, describe_pool
+from kvcanary_agent.adapters.sglang.steps import describe_step, is_step
+from kvcanary_agent.canary.canary import Canary
+from kvcanary_agent.canary.layout import LayoutError
+from kvcanary_agent.canary.step import ForwardStep
+
+# What the arounds below rely on: each method's leading parameters after self.
+_PATCH_POINTS: dict[str, tuple[str, ...]] = {
+    "_init_post_memory_pool_components": (),
+    "forward": ("forward_batch",),
+}
+
+
+class WatchedRunner:
+    """A model runner whose pool is watched."""
+
+    def __init__(self, pool: Pool, canary: Canary, allocators: Sequence[Any]) -> None:
+        self.canary = canary
+        self.part = runtime.FailOpen("sglang", f"pool {canary.layout.pool}")
+        self._pool = pool
+        self._events = follow(allocators, self.part)
+        with torch.inference_mode(False):
+            self._histories = Histories(canary.layout.device)
+        self._batch: weakref.ref[Any] | None = None
+        self._requests: Sequence[Any] = ()
+
+    def remember(self, batch: Any, requests: Sequence[Any]) -> None:
+        """A ``ForwardBatch`` was made of these requests of the scheduler."""
+        self._batch, self._requests = weakref.ref(batch), requests
+
+    def describe_step(self, runner: Any, batch: Any) -> ForwardStep:
+        """What happened to the pool since the last step, and the step itself."""
+        self._events.apply(self.canary)
+        requests = self._requests if self._batch is not None and self._batch() is batch else ()
+        with torch.inference_mode(False):
+            return describe_step(runner, self._pool, batch, requests, self._histories)
+
+
+# Weak, so that an engine that is dropped in-process takes its records with it.
+_watched: WeakKeyDictionary[Any, WatchedRunner] = WeakKeyDictionary()
+runtime.on_shut_down(_watched.clear)
+
+
+def patch_model_runner(cls: type) -> None:
+    """Patch ``ModelRunner``; say why not if it is not the class that this adapter knows."""
+    problem = _unexpected(cls)
+    if problem is not None:
+        runtime.not_covered("sglang", "model runner", problem)
+        return
+    runtime.patch_class(
+        "sglang",
+        cls,
+        {
+            "_init_post_memory_pool_components": _around_init_pool,
+            "forward": _around_forward,
+        },
+    )
+
+
+def patch_forward_batch(cls: type) -> None:
+    """Patch ``ForwardBatch``, whose making sees the scheduler's requests."""
+    runtime.patch_class("sglang", cls, {"init_new": _around_init_new})
+
+
+def _unexpected(cls: type) -> str | None:
+    """What is missing or different in ``cls``, or None."""
+    for name, wanted in _PATCH_POINTS.items():
+        method = getattr(cls, name, None)
+        if method is None:
+            return f"{cls.__qualname__} has no method {name}"
+        found = tuple(inspect.signature(method).parameters)[1:]
+        if found[: len(wanted)] != wanted:
+            return f"{cls.__qualname__}.{name} takes ({', '.join(found)}), wanted ({', '.join(wanted)}, ...)"
+    return None
+
+
+def _around_init_pool(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    result = call(*args, **kwargs)
+    with runtime.FailOpen("sglang", "description of the KV pool"):
+        _attach(runner)
+    if runner not in _watched:
+        with runtime.FailOpen("sglang", "telemetry"):
+            runtime.telemetry().exporting()
+    return result
+
+
+def _around_init_new(
+    call: Callable[..., Any], cls: type, /, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
+) -> Any:
+    made = call(batch, model_runner, *args, **kwargs)
+    watched = _watched.get(model_runner)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            watched.remember(made, list(batch.reqs))
+    return made
+
+
+def _around_forward(call: Callable[..., Any], runner: Any, /, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    watched = _watched.get(runner)
+    if watched is None or not watched.part.on or not is_step(forward_batch):
+        return call(forward_batch, *args, **kwargs)
+    return runtime.watched_forward(
+        watched.part,
+        watched.canary,
+        lambda: watched.describe_step(runner, forward_batch),
+        lambda: call(forward_batch, *args, **kwargs),
+    )
+
+
+def _attach(runner: Any) -> None:
+    if runner.is_draft_worker:
+        runtime.not_covered("sglang", "KV pool of the draft model", "it is written outside the model's step")
+        return
+    try:
+        _refuse_what_is_not_known(runner)
+        pool = describe_pool(runner)
+    except (NotCovered, LayoutError) as reason:
+        runtime.not_covered("sglang", "KV pool", str(reason))
+        return
+    canary = runtime.open_canary(pool.layout)
+    if canary is not None:
+        _watched[runner] = WatchedRunner(pool, canary, pool.allocators)
+
+
+def _refuse_what_is_not_known(runner: Any) -> None:
+    """Raise NotCovered for ways to serve in which slots are written or moved unseen."""
+    arguments = runner.server_args
+    if arguments.speculative_algorithm is not None:
+        raise NotCovered(f"speculative decoding ({arguments.speculative_algorithm})")
+    if arguments.disaggregation_mode != "null":
+        raise NotCovered("keys and values arrive from another server (prefill-decode disaggregation)")
+    if runner.model_config.is_encoder_decoder:
+        raise NotCovered("an encoder's keys and values are in the same pool, without positions")

@@ -1,0 +1,126 @@
+"""What a `ForwardBatch` means to the canary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcanary_agent.adapters.sglang.histories import Histories
+from kvcanary_agent.adapters.sglang.pool import NotCovered, Pool
+from kvcanary_agent.canary.layout import KVGroup
+from kvcanary_agent.canary.step import ForwardStep, GroupStep
+
+_NO_STEPS = frozenset({"IDLE", "PREBUILT"})
+_EXTENDS = frozenset({"EXTEND", "MIXED"})
+
+
+def is_step(batch: Any) -> bool:
+    """Whether anything is computed: an idle rank only takes part in collectives."""
+    return batch.forward_mode.name not in _NO_STEPS and batch.batch_size > 0
+
+
+def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], histories: Histories) -> ForwardStep:
+    """The step that a ``ModelRunner`` is about to compute.
+
+    Token table and window map are copied as far as they are used: under overlap scheduling the scheduler rewrites them
+    while the forward runs.
+
+    Args:
+        runner: The engine's ``ModelRunner``.
+        pool: Its pool.
+        batch: The ``ForwardBatch``.
+        requests: The scheduler's requests of the batch, in order; empty if not known.
+        histories: The tokens known so far.
+
+    Raises:
+        NotCovered: If the step is of a kind that this adapter does not know.
+    """
+    mode = batch.forward_mode.name
+    lengths = batch.seq_lens
+    if mode == "DECODE":
+        prefix_lens = lengths - 1
+        offsets = torch.arange(batch.batch_size + 1, device=lengths.device)
+    elif mode in _EXTENDS:
+        prefix_lens = batch.extend_prefix_lens
+        offsets = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0))
+    else:
+        raise NotCovered(f"steps of the mode {mode}")
+    table = _token_table(runner, batch)
+    groups = [
+        _group_step(group, *_slots_of_group(runner, pool, index, table, batch.out_cache_loc), prefix_lens, lengths)
+        for index, group in enumerate(pool.layout.groups)
+    ]
+    known = None
+    if requests and [request.rid for request in requests] == batch.rids:
+        known = histories.known_tokens(requests)
+    return ForwardStep(
+        requests=batch.rids,
+        prefix_lens=prefix_lens,
+        query_offsets=offsets,
+        token_ids=batch.input_ids,
+        positions=batch.positions,
+        groups=groups,
+        known_tokens=known,
+        namespaces=[_namespace(request) for request in requests] if known is not None else None,
+    )
+
+
+def _token_table(runner: Any, batch: Any) -> torch.Tensor:
+    """The slot of every position of each row, ``[rows, positions]``, as far as the longest row goes."""
+    table: torch.Tensor = runner.req_to_token_pool.req_to_token
+    longest = table.shape[1] if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
+    size = runner.page_size
+    return table[:, : -(-longest // size) * size].index_select(0, batch.req_pool_indices)
+
+
+def _slots_of_group(
+    runner: Any, pool: Pool, index: int, table: torch.Tensor, write_slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table and the slots of the new tokens in a group's own slots; -1 where a new token is not kept."""
+    if index != pool.sliding:
+        return table, write_slots
+    mapping = runner.token_to_kv_pool.full_to_swa_index_mapping
+    slots = mapping[write_slots]
+    # Slot 0 stands for a token that has left the window, or was never in it.
+    return mapping[table], torch.where(slots > 0, slots, -1)
+
+
+def _group_step(
+    group: KVGroup, table: torch.Tensor, write_slots: torch.Tensor, prefix_lens: torch.Tensor, lengths: torch.Tensor
+) -> GroupStep:
+    return GroupStep(block_table=pages_of(group, table, prefix_lens, lengths), write_slots=write_slots)
+
+
+def pages_of(group: KVGroup, table: torch.Tensor, prefix_lens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The page of every run of ``page_size`` positions: ``[rows, pages]``.
+
+    Kernels look up each token by itself, so a page counts only if each of its tokens that is in use is where it belongs
+    in the page: otherwise it is -1, an address outside the pool.
+
+    Args:
+        group: Whose pages.
+        table: ``[rows, positions]`` integer: the slot of each position.
+        prefix_lens: ``[rows]`` integer: tokens computed before the step; for the start of the window.
+        lengths: ``[rows]`` integer: the tokens of each row, new ones included.
+    """
+    size = group.block_size
+    if size == 1:
+        return table
+    by_page = table.view(table.shape[0], -1, size)
+    positions = torch.arange(table.shape[1], device=table.device).view(-1, size)
+    in_use = positions < lengths[:, None, None]
+    if group.window is not None:
+        in_use &= positions > (prefix_lens - group.window)[:, None, None]
+    offsets = positions % size
+    pages = by_page.div(size, rounding_mode="floor")
+    # What is used of a page is in order from its last slot in use; the first ones may have left a window.
+    page = torch.where(in_use, pages, -1).amax(2)
+    astray = in_use & (by_page != page[:, :, None] * size + offsets)
+    return torch.where(astray.any(2), -1, page)
+
+
+def _namespace(request: Any) -> str | None:
+    """What the engine's prefix cache tells requests apart by, beside their tokens; adapters are part of it."""
+    return None if request.extra_key is None else str(request.extra_key)
