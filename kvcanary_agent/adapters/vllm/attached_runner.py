@@ -60,24 +60,26 @@ def attached_to(runner: Any, kind: type[Attached]) -> Attached | None:
 
 
 def initialize_kv_cache_watched(
-    initialize: Callable[[], Any],
+    call: Callable[..., Any],
     runner: Any,
-    is_profiling: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     describe: Callable[[Any], Pool],
     attach: Callable[[Any, Pool, Canary], AttachedRunner],
 ) -> Any:
     """Have ``runner`` allocate its pool, and attach to it.
 
     Args:
-        initialize: The engine's own method, with its arguments; its result is returned.
+        call, args, kwargs: The engine's ``initialize_kv_cache`` and its arguments; its result is returned.
         runner: The model runner.
-        is_profiling: The pool will be thrown away before the first request.
         describe: Describes the pool of the runner; raises `NotCovered` or `LayoutError`.
         attach: The subclass of `AttachedRunner` for this generation of runners.
     """
     detach(runner)
-    result = initialize()
-    if is_profiling:
+    result = call(*args, **kwargs)
+    # A pool to measure memory with is thrown away before the first request. Its flag is the second parameter where
+    # there is one.
+    if kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
         return result
     with runtime.FailOpen("vllm", "description of the KV pool"):
         try:

@@ -34,7 +34,7 @@ from kvcanary_agent.canary.step import ForwardStep, GroupStep, KnownTokens
 
 # What the arounds below rely on: each method's leading parameters after self.
 _PATCH_POINTS = {
-    "initialize_kv_cache": ("kv_cache_config", "is_profiling"),
+    "initialize_kv_cache": ("kv_cache_config",),
     "_update_states": ("scheduler_output",),
     "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
     "_model_forward": ("input_ids", "positions"),
@@ -122,22 +122,8 @@ def patch_model_runner(cls: type) -> None:
     )
 
 
-def _around_initialize_kv_cache(
-    call: Callable[..., Any],
-    runner: Any,
-    /,
-    kv_cache_config: Any,
-    is_profiling: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return initialize_kv_cache_watched(
-        lambda: call(kv_cache_config, is_profiling, *args, **kwargs),
-        runner,
-        is_profiling,
-        _describe,
-        AttachedV1Runner,
-    )
+def _around_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return initialize_kv_cache_watched(call, runner, args, kwargs, _describe, AttachedV1Runner)
 
 
 def _describe(runner: Any) -> Pool:

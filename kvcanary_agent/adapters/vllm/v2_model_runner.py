@@ -30,7 +30,7 @@ from kvcanary_agent.canary.step import ForwardStep, GroupStep, KnownTokens
 
 # What the arounds below rely on: each method's leading parameters after self.
 _PATCH_POINTS = {
-    "initialize_kv_cache": ("kv_cache_config", "is_profiling"),
+    "initialize_kv_cache": ("kv_cache_config",),
     "execute_model": ("scheduler_output", "intermediate_tensors", "dummy_run"),
     "prepare_attn": ("input_batch",),
     "shutdown": (),
@@ -104,22 +104,8 @@ def patch_v2_model_runner(cls: type) -> None:
     )
 
 
-def _around_initialize_kv_cache(
-    call: Callable[..., Any],
-    runner: Any,
-    /,
-    kv_cache_config: Any,
-    is_profiling: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return initialize_kv_cache_watched(
-        lambda: call(kv_cache_config, is_profiling, *args, **kwargs),
-        runner,
-        is_profiling,
-        _describe,
-        AttachedV2Runner,
-    )
+def _around_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return initialize_kv_cache_watched(call, runner, args, kwargs, _describe, AttachedV2Runner)
 
 
 def _describe(runner: Any) -> Pool:
@@ -180,9 +166,10 @@ def _around_execute_model(
 def _around_prepare_attn(call: Callable[..., Any], runner: Any, /, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
     result = call(input_batch, *args, **kwargs)
     attached = attached_to(runner, AttachedV2Runner)
-    # While an engine is rebuilt around its ranks, warm-up requests share the null block.
-    if attached is not None and not runner.block_tables.redirect_writes_to_null_block:
+    if attached is not None:
         with attached.part:
-            block_tables, slot_mappings = result
-            attached.canary.before_forward(attached.describe_step(runner, input_batch, block_tables, slot_mappings))
+            # While an engine is rebuilt around its ranks, warm-up requests share the null block.
+            if not getattr(runner.block_tables, "redirect_writes_to_null_block", False):
+                block_tables, slot_mappings = result
+                attached.canary.before_forward(attached.describe_step(runner, input_batch, block_tables, slot_mappings))
     return result
