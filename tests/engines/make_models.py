@@ -92,6 +92,14 @@ def _recipe(name: str) -> tuple[Any, Any]:
             **small,
         )
         return transformers.Gemma3ForCausalLM, config
+    if name == "olmo3_hybrid":
+        config = transformers.Olmo3Config(
+            num_hidden_layers=4,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            **small,
+        )
+        return transformers.Olmo3ForCausalLM, config
     if name == "deepseek_mla":
         config = transformers.DeepseekV2Config(
             num_hidden_layers=2,
@@ -112,7 +120,8 @@ def _recipe(name: str) -> tuple[Any, Any]:
         )
         return transformers.DeepseekV2ForCausalLM, config
     raise SystemExit(
-        f"make_models.py: unknown model {name!r}; known: llama, mistral_sliding, gemma3_hybrid, deepseek_mla"
+        f"make_models.py: unknown model {name!r}; known: llama, llama_one_kv_head, mistral_sliding, gemma3_hybrid, "
+        "olmo3_hybrid, deepseek_mla"
     )
 
 

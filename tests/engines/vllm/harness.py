@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.engines.processes import ROOT, Process, checked, passed_slots, start
 from tests.otlp_receiver import HttpOtlpReceiver, Log, OtlpReceiver
 
+__all__ = [
+    "ENGINE",
+    "EXPORTED_WITHIN_S",
+    "HERE",
+    "MAX_TOKENS",
+    "PREFILLED",
+    "PROMPTS",
+    "READ_AT_LEAST",
+    "ROOT",
+    "Engine",
+    "Process",
+    "Watched",
+    "checked",
+    "offline_environment",
+    "passed_slots",
+    "start",
+]
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-TIMEOUT_S = 180.0
 EXPORTED_WITHIN_S = 30.0
 
 # Small blocks and a pool that is small beside the machine, but large beside the requests.
@@ -42,64 +55,6 @@ PROMPTS = _prompts()
 PREFILLED = sum(len(prompt) for prompt in PROMPTS)
 # The decode steps of a request read its whole prompt and all but the newest of its tokens, each time.
 READ_AT_LEAST = sum(sum(range(len(prompt), len(prompt) + MAX_TOKENS - 1)) for prompt in PROMPTS)
-
-
-@dataclass(slots=True)
-class Process:
-    """A running program, and its output so far."""
-
-    popen: subprocess.Popen[str]
-    output: list[str] = field(default_factory=list)
-
-    def wait_for(self, text: str) -> str:
-        """What follows ``text`` in the first line that has it. Fails the test if there is none in time."""
-        assert self.popen.stdout is not None
-        watchdog = threading.Timer(TIMEOUT_S, self.popen.kill)
-        watchdog.start()
-        try:
-            for line in self.popen.stdout:
-                self.output.append(line)
-                if text in line:
-                    return line.partition(text)[2]
-        finally:
-            watchdog.cancel()
-        raise AssertionError(f"no line with {text!r} within {TIMEOUT_S} s or before the end:\n{self.tail()}")
-
-    def finish(self) -> str:
-        """Close the program's standard input, wait until it and its children have ended: everything it printed."""
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.popen.stdin.close()
-        watchdog = threading.Timer(TIMEOUT_S, self.popen.kill)
-        watchdog.start()
-        self.output.extend(self.popen.stdout)
-        self.popen.wait()
-        watchdog.cancel()
-        return "".join(self.output)
-
-    def tail(self) -> str:
-        return "".join(self.output[-60:])
-
-
-@contextlib.contextmanager
-def start(command: Sequence[str | Path], environment: dict[str, str]) -> Iterator[Process]:
-    """Run ``command`` from the root of the checkout; ended at the latest when the context is left."""
-    popen = subprocess.Popen(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    process = Process(popen)
-    try:
-        yield process
-    finally:
-        if popen.poll() is None:
-            popen.terminate()
-        process.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +130,3 @@ class Engine:
 def offline_environment() -> dict[str, str]:
     """Variables that keep an engine on this machine: no usage reports, no hub, sockets on 127.0.0.1."""
     return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
-
-
-def passed_slots(receiver: OtlpReceiver, check: str) -> float:
-    """How many slots have passed a check."""
-    points = receiver.points_of("kvcanary.checks", kvcanary_check=check)
-    return max((point.value for point in points if "error.type" not in point.attributes), default=0)
-
-
-def checked(check: str, slots: int) -> Callable[[OtlpReceiver], bool]:
-    """The condition that at least so many slots have passed a check."""
-    return lambda receiver: passed_slots(receiver, check) >= slots

@@ -1,0 +1,152 @@
+"""Faults put into a running engine are reported with their kind, their place and what probably caused them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sglang.harness import HERE, PROMPTS, Engine, Session
+from tests.otlp_receiver import Attributes, OtlpReceiver
+
+
+class FaultyEngine:
+    """An engine into which faults can be put while it serves, one after the other."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session = session
+        self._request, self._report = folder / "request", folder / "report"
+
+    def suffer(
+        self, fault: dict[str, Any], requests: list[list[int]] = PROMPTS
+    ) -> tuple[dict[str, Any], list[Attributes]]:
+        """Serve requests until the fault has struck: what it did, and what was reported from then on."""
+        session = self._session
+        # What an earlier fault has damaged must not be met again.
+        assert session.do({"do": "flush"})
+        session.generate(requests)
+        before = len(session.violations)
+        self._report.unlink(missing_ok=True)
+        self._request.write_text(json.dumps(fault))
+        session.generate(requests)
+        if not self._report.exists():
+            session.generate(requests)
+        assert self._report.exists(), f"{fault} found nothing that it could strike"
+
+        def arrived(receiver: OtlpReceiver) -> bool:
+            return len(receiver.events("kvcanary.violation")) > before
+
+        session.wait_for(arrived)
+        return json.loads(self._report.read_text()), [found.attributes for found in session.violations[before:]]
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=["token_by_token", "pages"])
+def faulty_engine(
+    request: pytest.FixtureRequest, engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultyEngine]:
+    folder = tmp_path_factory.mktemp("faults")
+    environment = {
+        "KVCANARY_ADAPTERS": f"sglang,{HERE / 'fault_injector.py'}",
+        "KVCANARY_CONTENT": "full",
+        # The engine's own check of its books, which ends the scheduler when a page is missing.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+        "FAULT_REQUEST": str(folder / "request"),
+        "FAULT_REPORT": str(folder / "report"),
+    }
+    with engine.session(agent=True, environment=environment, page_size=request.param) as session:
+        yield FaultyEngine(session, folder)
+
+
+def of_kind(found: list[Attributes], *kinds: str) -> list[Attributes]:
+    return [each for each in found if each["kvcanary.kind"] in kinds]
+
+
+@pytest.mark.parametrize("layer", [0, -1], ids=["first_layer", "last_layer"])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_flipped_bit_is_named_by_slot_layer_and_part(faulty_engine: FaultyEngine, layer: int, part: str) -> None:
+    done, found = faulty_engine.suffer({"kind": "flip_bit", "layer": layer, "part": part})
+
+    assert {
+        (each["kvcanary.kind"], each["kvcanary.slot"], each["kvcanary.layer"], each["kvcanary.part"]) for each in found
+    } == {("content", done["slots"][0], done["layer"], part)}
+    assert found[0]["kvcanary.cause"] == "stray_write"
+
+
+def test_bytes_copied_from_another_slot_are_content(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "copy_slot"})
+
+    assert {(each["kvcanary.kind"], each["kvcanary.slot"]) for each in found} == {("content", done["slots"][0])}
+    assert len({(each["kvcanary.layer"], each["kvcanary.part"]) for each in found}) == 6
+
+
+def test_swapped_entries_of_the_token_table_are_seen_at_the_next_step(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "swap_entries"})
+
+    first = min(found, key=lambda each: each["kvcanary.step"])
+    assert first["kvcanary.kind"] in {"position", "address"}
+    assert first["kvcanary.cause"] in {"block_table_stale_or_swapped", "address_outside_pool"}
+    if first["kvcanary.kind"] == "position":
+        assert first["kvcanary.slot"] in done["slots"]
+
+
+def test_swapped_rows_of_the_token_table_are_foreign_tokens(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "swap_rows"})
+
+    foreign = of_kind(found, "token", "chain")
+    assert foreign
+    assert {each["kvcanary.slot"] for each in foreign} <= set(done["slots"])
+
+
+def test_a_page_freed_while_a_request_reads_it_is_ownership(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "free_in_use"})
+
+    reads = of_kind(found, "ownership")
+    assert reads
+    assert {each["kvcanary.slot"] for each in reads} >= set(done["slots"])
+    assert reads[0]["kvcanary.cause"] == "block_used_without_holding_it"
+
+
+def test_a_page_freed_twice_is_ownership_at_once(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "free_twice"})
+
+    (first, *_) = of_kind(found, "ownership")
+    assert first["kvcanary.slot"] == done["slots"][0]
+    assert "double free" in first["kvcanary.detail"]
+
+
+def test_a_page_handed_out_twice_is_ownership_at_once(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "hand_out_twice"})
+
+    (first, *_) = of_kind(found, "ownership")
+    assert first["kvcanary.slot"] == done["slots"][0]
+    assert first["kvcanary.cause"] == "double_allocation"
+
+
+def test_a_write_to_another_requests_slot_is_an_address(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "wrong_write"})
+
+    (first, *_) = of_kind(found, "address")
+    assert first["kvcanary.slot"] == done["slots"][0]
+    assert first["kvcanary.cause"] == "slot_mapping_disagrees_with_block_table"
+
+
+@pytest.mark.parametrize("layer", [0, -1], ids=["first_layer", "last_layer"])
+def test_the_patrol_finds_a_bit_that_no_request_reads(faulty_engine: FaultyEngine, layer: int) -> None:
+    done, found = faulty_engine.suffer({"kind": "idle_bit", "layer": layer}, PROMPTS[:2])
+
+    patrolled = [each for each in found if "kvcanary.request" not in each]
+    assert {(each["kvcanary.kind"], each["kvcanary.slot"], each["kvcanary.layer"]) for each in patrolled} == {
+        ("content", done["slots"][0], done["layer"])
+    }
+
+
+def test_a_hit_of_other_tokens_in_the_prefix_cache_is_a_wrong_hit(faulty_engine: FaultyEngine) -> None:
+    one, other = [*range(300, 400), 1], [*range(400, 500), 1]
+    done, found = faulty_engine.suffer({"kind": "wrong_hit"}, [one, other])
+
+    foreign = of_kind(found, "token")
+    assert {each["kvcanary.slot"] for each in foreign} == set(done["slots"])
+    assert foreign[0]["kvcanary.cause"] == "wrong_prefix_hit"
