@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +59,7 @@ def sparse(**options: Any) -> Any:
 
 
 def write_heads(pool: Any, layer: int, slot: int, value: float) -> None:
-    keys = torch.full((1, HEADS, DIM), value, dtype=torch.bfloat16)
+    keys = torch.full((1, HEADS, DIM), value)
     pool.set_kv_buffer(None, torch.tensor([slot]), keys, keys.clone(), layer_id_override=layer)
 
 
@@ -72,11 +72,6 @@ def write_rows(*buffers: str) -> Write:
             row.view(torch.uint8).fill_(0 if value == BEFORE else 255)
 
     return write
-
-
-def write_latent(pool: Any, layer: int, slot: int, value: float) -> None:
-    row = torch.full((1, 1, LATENT + ROTARY), value, dtype=torch.float32)
-    pool.set_kv_buffer(None, torch.tensor([slot]), row, row, layer_id_override=layer)
 
 
 def write_latent_and_index(pool: Any, layer: int, slot: int, value: float) -> None:
@@ -112,7 +107,7 @@ COVERED = [
         {"k", "v", "k_scale", "v_scale"},
         id="mxfp8",
     ),
-    pytest.param(latent, write_latent, {"kv"}, id="latent"),
+    pytest.param(latent, write_rows("kv_buffer"), {"kv"}, id="latent"),
     pytest.param(
         lambda: latent("MLATokenToKVPoolFP4", dtype=torch.float4_e2m1fn_x2),
         write_rows("kv_buffer", "kv_scale_buffer"),
@@ -135,22 +130,30 @@ COVERED = [
 ]
 
 
-def buffers_of(pool: Any) -> Iterator[torch.Tensor]:
+def buffers_of(pool: Any) -> list[torch.Tensor]:
     """The bytes of every cache tensor of a pool and of the pools in it, once each."""
+    found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-    for value in vars(pool).values():
-        if hasattr(value, "__dict__") and type(value).__module__.startswith("sglang.srt.mem_cache"):
-            yield from buffers_of(value)
-        for tensor in value if isinstance(value, (list, tuple)) else ():
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in seen:
-                storage = tensor.untyped_storage()
-                seen.add(storage.data_ptr())
-                yield torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def look_into(owner: Any) -> None:
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        for value in vars(owner).values():
+            if hasattr(value, "__dict__") and type(value).__module__.startswith("sglang.srt.mem_cache"):
+                look_into(value)
+            for tensor in value if isinstance(value, (list, tuple)) else ():
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    look_into(pool)
+    return list(found.values())
 
 
 def changed_bytes(pool: Any, change: Callable[[], None]) -> set[int]:
     """Addresses of the bytes of the pool's buffers that an action changes."""
-    buffers = list(buffers_of(pool))
+    buffers = buffers_of(pool)
     before = [buffer.clone() for buffer in buffers]
     change()
     return {
