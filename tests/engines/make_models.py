@@ -80,6 +80,15 @@ def _recipe(name: str) -> tuple[Any, Any]:
     if name == "llama_one_kv_head":
         config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=1, head_dim=32, **common)
         return transformers.LlamaForCausalLM, config
+    if name == "llama8":
+        # Large enough that a step's time says something about a server's.
+        config = transformers.LlamaConfig(
+            **{**common, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8},
+            num_hidden_layers=8,
+            num_key_value_heads=4,
+            head_dim=64,
+        )
+        return transformers.LlamaForCausalLM, config
     if name == "mistral_sliding":
         config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=64, **small)
         return transformers.MistralForCausalLM, config
@@ -97,6 +106,9 @@ def _recipe(name: str) -> tuple[Any, Any]:
             num_hidden_layers=4,
             sliding_window=64,
             layer_types=["sliding_attention", "full_attention"] * 2,
+            # What makes SGLang give the sliding layers a pool of their own.
+            is_hybrid_swa=True,
+            hybrid_layer_pattern=[1, 0] * 2,
             **small,
         )
         return transformers.Olmo3ForCausalLM, config
@@ -121,7 +133,7 @@ def _recipe(name: str) -> tuple[Any, Any]:
         return transformers.DeepseekV2ForCausalLM, config
     raise SystemExit(
         f"make_models.py: unknown model {name!r}; known: llama, llama_one_kv_head, mistral_sliding, gemma3_hybrid, "
-        "olmo3_hybrid, deepseek_mla"
+        "olmo3_hybrid, deepseek_mla, llama8"
     )
 
 

@@ -11,7 +11,11 @@ from types import ModuleType
 
 from kvcanary_agent import runtime
 from kvcanary_agent.adapters.sglang.allocator import patch_paged_allocator, patch_token_allocator
-from kvcanary_agent.adapters.sglang.model_runner import patch_forward_batch, patch_model_runner
+from kvcanary_agent.adapters.sglang.model_runner import (
+    patch_forward_batch,
+    patch_model_runner,
+    patch_weight_updater,
+)
 
 
 def patch(module: ModuleType) -> None:
@@ -27,6 +31,7 @@ def patch(module: ModuleType) -> None:
 _PATCHES: dict[str, tuple[str, Callable[[type], None]]] = {
     "sglang.srt.model_executor.model_runner": ("ModelRunner", patch_model_runner),
     "sglang.srt.model_executor.forward_batch_info": ("ForwardBatch", patch_forward_batch),
+    "sglang.srt.model_executor.model_runner_components.weight_updater": ("WeightUpdater", patch_weight_updater),
     "sglang.srt.mem_cache.allocator.token": ("TokenToKVPoolAllocator", patch_token_allocator),
     "sglang.srt.mem_cache.allocator.paged": ("PagedTokenToKVPoolAllocator", patch_paged_allocator),
 }

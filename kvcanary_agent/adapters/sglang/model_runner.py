@@ -28,6 +28,13 @@ _PATCH_POINTS: dict[str, tuple[str, ...]] = {
     "forward": ("forward_batch",),
 }
 
+_WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
 
 class WatchedRunner:
     """A model runner whose pool is watched."""
@@ -45,6 +52,10 @@ class WatchedRunner:
     def remember(self, batch: Any, requests: Sequence[Any]) -> None:
         """A ``ForwardBatch`` was made of these requests of the scheduler."""
         self._batch, self._requests = weakref.ref(batch), requests
+
+    def weights_changed(self) -> None:
+        """The steps from the next one on use other weights."""
+        self._events.add(lambda canary: canary.weights_changed())
 
     def describe_step(self, runner: Any, batch: Any) -> ForwardStep:
         """What happened to the pool since the last step, and the step itself."""
@@ -73,6 +84,15 @@ def patch_model_runner(cls: type) -> None:
             "forward": _around_forward,
         },
     )
+
+
+def patch_weight_updater(cls: type) -> None:
+    """Patch ``WeightUpdater``, through which a running model is given other weights."""
+    methods = [name for name in _WEIGHT_UPDATES if hasattr(cls, name)]
+    if not methods:
+        runtime.not_covered("sglang", "weight updates", f"{cls.__qualname__} has none of {', '.join(_WEIGHT_UPDATES)}")
+        return
+    runtime.patch_class("sglang", cls, dict.fromkeys(methods, _around_weight_update))
 
 
 def patch_forward_batch(cls: type) -> None:
@@ -113,6 +133,16 @@ def _around_init_new(
     return made
 
 
+def _around_weight_update(call: Callable[..., Any], updater: Any, /, *args: Any, **kwargs: Any) -> Any:
+    result = call(*args, **kwargs)
+    with runtime.FailOpen("sglang", "weight update"):
+        watched = _watched.get(updater.get_model_runner())
+        # Even one that failed may have replaced some.
+        if watched is not None:
+            watched.weights_changed()
+    return result
+
+
 def _around_forward(call: Callable[..., Any], runner: Any, /, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     watched = _watched.get(runner)
     if watched is None or not watched.part.on or not is_step(forward_batch):
@@ -143,9 +173,28 @@ def _attach(runner: Any) -> None:
 def _refuse_what_is_not_known(runner: Any) -> None:
     """Raise NotCovered for ways to serve in which slots are written or moved unseen."""
     arguments = runner.server_args
-    if arguments.speculative_algorithm is not None:
-        raise NotCovered(f"speculative decoding ({arguments.speculative_algorithm})")
-    if arguments.disaggregation_mode != "null":
-        raise NotCovered("keys and values arrive from another server (prefill-decode disaggregation)")
+    for name, harmless, reason in _REFUSED:
+        found = getattr(arguments, name, None)
+        if found is not None and found not in harmless:
+            raise NotCovered(f"{name}={found}: {reason}")
     if runner.model_config.is_encoder_decoder:
         raise NotCovered("an encoder's keys and values are in the same pool, without positions")
+
+
+_REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("speculative_algorithm", ("NONE",), "drafts are written and moved outside the steps that this adapter knows"),
+    ("disaggregation_mode", ("null",), "keys and values arrive from another server"),
+    ("enable_hierarchical_cache", (False,), "keys and values come back from host memory"),
+    ("enable_hisparse", (False,), "keys and values come back from host memory"),
+    ("enable_lmcache", (False,), "keys and values come from another cache"),
+    ("enable_flexkv", (False,), "keys and values come from another cache"),
+    ("enable_unified_cache_external_linker", (False,), "keys and values come from another cache"),
+    ("dllm_algorithm", (), "a diffusion model rewrites its tokens in place"),
+    ("enable_pdmux", (False,), "a prefill is split into several forwards"),
+    ("dcp_size", (1,), "the positions of a request are spread over several ranks"),
+    ("enable_prefill_cp", (False,), "the positions of a request are spread over several ranks"),
+    ("enable_kv_cache_sharding", (False,), "the positions of a request are spread over several ranks"),
+    ("enable_dsa_cache_layer_split", (False,), "the layers of a request are spread over several ranks"),
+)
+"""Server arguments, the values with which all is well, and what is wrong with others. One that a version of the engine
+does not have is not in use."""

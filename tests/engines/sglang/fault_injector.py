@@ -5,11 +5,11 @@ Used as ``KVCANARY_ADAPTERS=sglang,/path/to/this/file``. After each decode step 
 
 - ``{"kind": "flip_bit", "layer": index, "part": "k" or "v"}``: one bit of a slot that the first request has filled.
 - ``{"kind": "copy_slot"}``: all bytes of one slot of the second request over one of the first.
-- ``{"kind": "swap_entries"}``: two entries of the first request's row of the token table.
+- ``{"kind": "swap_entries"}``: the newest two entries of the first request's row of the token table.
 - ``{"kind": "swap_rows"}``: as many entries of the rows of two requests as both have filled.
-- ``{"kind": "free_in_use"}``: the allocator is given back a page of the first request.
+- ``{"kind": "free_in_use"}``: the allocator is given back a page of the longest request.
 - ``{"kind": "free_twice"}``: the allocator is given back a page that is free.
-- ``{"kind": "hand_out_twice"}``: a page of the first request is put at the head of the allocator's free list.
+- ``{"kind": "hand_out_twice"}``: a page of the longest request is put at the head of the allocator's free list.
 - ``{"kind": "wrong_write"}``: the next token of the first request goes to a slot of the second.
 - ``{"kind": "idle_bit", "layer": index}``: one bit of a slot of the prefix cache that no running request uses.
 - ``{"kind": "wrong_hit"}``: the next request that hits the prefix cache is given the slots of others.
@@ -33,7 +33,7 @@ from kvcanary_agent.activation.patching import patch_method
 
 targets = (
     "sglang.srt.model_executor.model_runner",
-    "sglang.srt.model_executor.forward_batch_info",
+    "sglang.srt.managers.scheduler",
 )
 
 Done = dict[str, Any]
@@ -44,7 +44,7 @@ def patch(module: ModuleType) -> None:
     if module.__name__.endswith("model_runner"):
         patch_method(module.ModelRunner, "sample", _around_sample)
     else:
-        patch_method(module.ForwardBatch, "init_new", _around_init_new)
+        patch_method(module.Scheduler, "run_batch", _around_run_batch)
 
 
 def _requested() -> dict[str, Any] | None:
@@ -73,16 +73,14 @@ def _around_sample(call: Callable[..., Any], runner: Any, /, *args: Any, **kwarg
     return sampled
 
 
-def _around_init_new(call: Callable[..., Any], cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    batch = call(*args, **kwargs)
-    runner = kwargs["model_runner"] if "model_runner" in kwargs else args[1]
+def _around_run_batch(call: Callable[..., Any], scheduler: Any, /, batch: Any, *args: Any, **kwargs: Any) -> Any:
     fault = _requested()
-    if fault is not None and fault["kind"] in _BEFORE_A_STEP:
+    if fault is not None and fault["kind"] in _BEFORE_A_STEP and len(batch.reqs) > 1:
         with torch.inference_mode():
-            done = _BEFORE_A_STEP[fault["kind"]](runner, batch)
+            done = _BEFORE_A_STEP[fault["kind"]](scheduler.tp_worker.model_runner, batch)
         if done is not None:
             _report(fault, done)
-    return batch
+    return call(batch, *args, **kwargs)
 
 
 def _slots(runner: Any, batch: Any, row: int) -> list[int]:
@@ -112,14 +110,15 @@ def _copy_slot(runner: Any, batch: Any, fault: dict[str, Any]) -> Done:
 
 def _swap_entries(runner: Any, batch: Any, fault: dict[str, Any]) -> Done:
     row = runner.req_to_token_pool.req_to_token[batch.req_pool_indices[0]]
-    row[[2, 5]] = row[[5, 2]]
-    return {"slots": row[[2, 5]].tolist()}
+    newest = int(batch.seq_lens[0]) - 1
+    row[[newest - 1, newest]] = row[[newest, newest - 1]]
+    return {"slots": row[[newest - 1, newest]].tolist()}
 
 
 def _swap_rows(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
     table, lengths = runner.req_to_token_pool.req_to_token, batch.seq_lens.tolist()
     first, second = batch.req_pool_indices[:2].tolist()
-    both = min(lengths[:2])
+    both = min(lengths[:2]) // runner.page_size * runner.page_size
     table[[first, second], :both] = table[[second, first], :both]
     return {"slots": table[[first, second], :both].flatten().tolist()}
 
@@ -147,9 +146,9 @@ def _hand_out_twice(runner: Any, batch: Any, fault: dict[str, Any]) -> Done:
 
 
 def _own_page(runner: Any, batch: Any) -> list[int]:
-    """The slots of a whole page that the first request has filled."""
+    """The slots of a whole page that the longest request has filled."""
     size = runner.page_size
-    first = _slots(runner, batch, 0)[size] // size * size
+    first = _slots(runner, batch, int(batch.seq_lens.argmax()))[128] // size * size
     return list(range(first, first + size))
 
 
@@ -167,7 +166,7 @@ def _idle_bit(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
 
 
 def _wrong_write(runner: Any, batch: Any) -> Done | None:
-    if not batch.forward_mode.is_decode() or batch.batch_size < 2:
+    if not batch.forward_mode.is_decode():
         return None
     slot = _slots(runner, batch, 1)[1]
     batch.out_cache_loc[0] = slot
@@ -175,7 +174,7 @@ def _wrong_write(runner: Any, batch: Any) -> Done | None:
 
 
 def _wrong_hit(runner: Any, batch: Any) -> Done | None:
-    if not batch.forward_mode.is_extend() or batch.batch_size < 2 or min(batch.extend_prefix_lens_cpu[:2]) < 32:
+    if not batch.forward_mode.is_extend() or min(batch.prefix_lens[:2]) < 32:
         return None
     table, size = runner.req_to_token_pool.req_to_token, 32
     first, second = batch.req_pool_indices[:2].tolist()

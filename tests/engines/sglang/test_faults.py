@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.processes import checked, passed_slots
 from tests.engines.sglang.harness import HERE, PROMPTS, Engine, Session
 from tests.otlp_receiver import Attributes, OtlpReceiver
 
@@ -42,6 +43,18 @@ class FaultyEngine:
         session.wait_for(arrived)
         return json.loads(self._report.read_text()), [found.attributes for found in session.violations[before:]]
 
+    def after_new_weights(self, model: str, *, flush: bool) -> list[Attributes]:
+        """Serve the same requests before and after the weights are loaded anew: what was reported after it."""
+        session = self._session
+        assert session.do({"do": "flush"})
+        session.generate(PROMPTS)
+        before = len(session.violations)
+        assert session.do({"do": "update_weights", "model": model, "flush": flush})
+        chains = passed_slots(session.receiver, "chain")
+        session.generate(PROMPTS)
+        session.wait_for(checked("chain", int(chains) + 1))
+        return [found.attributes for found in session.violations[before:]]
+
 
 @pytest.fixture(scope="module", params=[1, 16], ids=["token_by_token", "pages"])
 def faulty_engine(
@@ -51,6 +64,7 @@ def faulty_engine(
     environment = {
         "KVCANARY_ADAPTERS": f"sglang,{HERE / 'fault_injector.py'}",
         "KVCANARY_CONTENT": "full",
+        "KVCANARY_SWEEP_SLOTS_PER_STEP": "4096",
         # The engine's own check of its books, which ends the scheduler when a page is missing.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
         "FAULT_REQUEST": str(folder / "request"),
@@ -150,3 +164,16 @@ def test_a_hit_of_other_tokens_in_the_prefix_cache_is_a_wrong_hit(faulty_engine:
     foreign = of_kind(found, "token")
     assert {each["kvcanary.slot"] for each in foreign} == set(done["slots"])
     assert foreign[0]["kvcanary.cause"] == "wrong_prefix_hit"
+
+
+def test_a_prefix_that_outlives_a_change_of_weights_is_an_epoch(faulty_engine: FaultyEngine, engine: Engine) -> None:
+    found = faulty_engine.after_new_weights(str(engine.models / "llama"), flush=False)
+
+    assert {each["kvcanary.kind"] for each in found} == {"epoch"}
+    assert found[0]["kvcanary.cause"] == "cache_survived_weight_update"
+
+
+def test_a_change_of_weights_that_empties_the_cache_is_not_reported(
+    faulty_engine: FaultyEngine, engine: Engine
+) -> None:
+    assert faulty_engine.after_new_weights(str(engine.models / "llama"), flush=True) == []

@@ -37,7 +37,7 @@ class Pair:
     params=[
         pytest.param(({}, {}), id="token_by_token"),
         pytest.param(
-            ({"page_size": 16, "disable_overlap_schedule": True, **CHUNKED}, RETRACTING),
+            ({"model": "gemma3_hybrid", "page_size": 16, "disable_overlap_schedule": True, **CHUNKED}, RETRACTING),
             id="pages_chunked_mixed_retracting",
         ),
         pytest.param(({"disable_radix_cache": True, **CHUNKED}, RETRACTING), id="no_prefix_cache_retracting"),
