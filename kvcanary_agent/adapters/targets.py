@@ -5,6 +5,7 @@ BUILTIN: dict[str, str] = {
     "sglang.srt.model_executor.model_runner": "kvcanary_agent.adapters.sglang",
     "sglang.srt.model_executor.forward_batch_info": "kvcanary_agent.adapters.sglang",
     "sglang.srt.model_executor.model_runner_components.weight_updater": "kvcanary_agent.adapters.sglang",
+    "sglang.srt.managers.scheduler": "kvcanary_agent.adapters.sglang",
     "sglang.srt.mem_cache.allocator.token": "kvcanary_agent.adapters.sglang",
     "sglang.srt.mem_cache.allocator.paged": "kvcanary_agent.adapters.sglang",
     "kvcanary_agent.demo.engine": "kvcanary_agent.adapters.demo",

@@ -20,7 +20,8 @@ from kvcanary_agent.settings import Settings
 from .layout import KVGroup, KVLayout
 from .occupancy import Occupancy
 from .ownership import Misuse, Ownership
-from .reporting import Reporter
+from .prefix_index import broken_entries
+from .reporting import Recent, Reporter
 from .schedule import Patrol, scrub_schedule
 from .step import ForwardStep, GroupStep
 from .transfers import StoredRecords
@@ -54,6 +55,7 @@ class Canary:
         self._failed: Counter[str] = Counter()
         self._pending: list[Any] | None = None
         self._claims: dict[tuple[int, int], _Claim] = {}
+        self._broken_entries = Recent()
         self._read_last: tuple[Sequence[str], list[tuple[Rows, Any]]] | None = None
         # Owners and seeds of the last batch: most steps compute the same requests as the step before.
         self._batch: tuple[object, torch.Tensor, torch.Tensor] | None = None
@@ -207,6 +209,29 @@ class Canary:
         self._claims[group, block] = _Claim(tuple(tokens), namespace)
         self._check_claims()
         self._drain()
+
+    def walked_index(
+        self, slots: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor, *, group: int = 0
+    ) -> None:
+        """All that the prefix index holds: each slot must be written, for its position, after the slot before it.
+
+        Waits for the device, so it is for moments in which the engine has nothing to do.
+
+        Args:
+            slots: ``[n]`` int64 on the pool's device.
+            positions: ``[n]`` int64: the position that the index has each slot for.
+            previous: ``[n]`` int64: the slot of the position before; -1 at the start of a prompt.
+            group: Which group of layers.
+
+        Raises:
+            KVCanaryError: In raise mode, if anything is wrong.
+        """
+        start = time.time_ns()
+        failed = broken_entries(self._records[group], slots, positions, previous)
+        self._count("index", slots.shape[0], len(failed))
+        for at in failed:
+            self._report_entry(group, int(slots[at]), int(positions[at]))
+        self._finish("sweep", start)
 
     def weights_changed(self) -> None:
         """The model's weights are others from now on: K/V of before belongs to an earlier epoch."""
@@ -469,6 +494,30 @@ class Canary:
                 written_step=int(records.step[slots.start]),
                 block_history=self._ownership[group].history(block),
                 detail="the prefix index promises the K/V of other tokens than the block holds",
+            )
+        )
+
+    def _report_entry(self, group: int, slot: int, position: int) -> None:
+        records, size = self._records[group], self._records[group].block_size
+        recorded = int(records.position[slot])
+        if not self._broken_entries.add((group, slot, position, int(records.step[slot]))):
+            return
+        self._reporter.report(
+            Violation(
+                kind=Kind.INDEX,
+                pool=self.layout.pool,
+                group=self.layout.groups[group].name,
+                slot=slot,
+                block=slot // size,
+                offset=slot % size,
+                step=self._step,
+                expected=str(position),
+                found=str(recorded),
+                writer=self._reporter.name_of(int(records.owner[slot])),
+                written_step=int(records.step[slot]),
+                recorded_position=recorded,
+                block_history=self._ownership[group].history(slot // size),
+                detail=f"the prefix index has the slot for position {position} of a prefix that is not what is there",
             )
         )
 

@@ -61,7 +61,7 @@ _HASH_FAULTS = (Fault.CHAIN, Fault.CONTENT, Fault.TRANSFER)
 _VALUELESS_FAULTS = (Fault.LOST_WRITE, Fault.NONFINITE, Fault.WRITE_NOT_HELD, Fault.READ_NOT_HELD)
 
 
-class _Recent(OrderedDict[Hashable, None]):
+class Recent(OrderedDict[Hashable, None]):
     """A set that forgets its oldest members."""
 
     def add(self, key: Hashable) -> bool:
@@ -91,7 +91,7 @@ class Reporter:
         self._names: dict[int, str] = {}
         self._next_number = 1
         self._seeds: OrderedDict[int, tuple[str | None, int]] = OrderedDict()
-        self._reported = _Recent()
+        self._reported = Recent()
         # Slots whose bytes are known to be wrong since a transfer, or since padding was written over them.
         self._kind_of_damage: OrderedDict[Hashable, Kind] = OrderedDict()
         self._since_last_take: list[Violation] = []

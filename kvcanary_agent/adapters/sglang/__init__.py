@@ -1,7 +1,8 @@
 """SGLang: the scheduler's process, which holds the model runner, its pool, the allocators and the requests.
 
-`model_runner` patches the runner, `steps` says what its batches mean, `pool` describes its pool, `histories` keeps the
-requests' tokens and `allocator` follows what is handed out and taken back.
+`model_runner` patches the runner and the scheduler, `steps` says what its batches mean, `pool` describes its pool,
+`histories` keeps the requests' tokens, `allocator` follows what is handed out and taken back, and `prefix_cache` lists
+what the radix tree holds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvcanary_agent.adapters.sglang.allocator import patch_paged_allocator, patc
 from kvcanary_agent.adapters.sglang.model_runner import (
     patch_forward_batch,
     patch_model_runner,
+    patch_scheduler,
     patch_weight_updater,
 )
 
@@ -32,6 +34,7 @@ _PATCHES: dict[str, tuple[str, Callable[[type], None]]] = {
     "sglang.srt.model_executor.model_runner": ("ModelRunner", patch_model_runner),
     "sglang.srt.model_executor.forward_batch_info": ("ForwardBatch", patch_forward_batch),
     "sglang.srt.model_executor.model_runner_components.weight_updater": ("WeightUpdater", patch_weight_updater),
+    "sglang.srt.managers.scheduler": ("Scheduler", patch_scheduler),
     "sglang.srt.mem_cache.allocator.token": ("TokenToKVPoolAllocator", patch_token_allocator),
     "sglang.srt.mem_cache.allocator.paged": ("PagedTokenToKVPoolAllocator", patch_paged_allocator),
 }

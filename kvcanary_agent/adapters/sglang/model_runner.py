@@ -17,6 +17,7 @@ from kvcanary_agent import runtime
 from kvcanary_agent.adapters.sglang.allocator import follow
 from kvcanary_agent.adapters.sglang.histories import Histories
 from kvcanary_agent.adapters.sglang.pool import NotCovered, Pool, describe_pool
+from kvcanary_agent.adapters.sglang.prefix_cache import can_be_walked, walk
 from kvcanary_agent.adapters.sglang.steps import describe_step, is_step
 from kvcanary_agent.canary.canary import Canary
 from kvcanary_agent.canary.layout import LayoutError
@@ -46,6 +47,7 @@ class WatchedRunner:
         self._events = follow(allocators, self.part)
         with torch.inference_mode(False):
             self._histories = Histories(canary.layout.device)
+        self._audited = 0
         self._batch: weakref.ref[Any] | None = None
         self._requests: Sequence[Any] = ()
 
@@ -56,6 +58,15 @@ class WatchedRunner:
     def weights_changed(self) -> None:
         """The steps from the next one on use other weights."""
         self._events.add(lambda canary: canary.weights_changed())
+
+    def audit(self, tree_cache: Any) -> None:
+        """Check all that the prefix cache holds, once after each busy time."""
+        if self._audited == self.canary.step:
+            return
+        self._audited = self.canary.step
+        if can_be_walked(tree_cache):
+            self._events.apply(self.canary)
+            self.canary.walked_index(*walk(tree_cache, self.canary.layout.device))
 
     def describe_step(self, runner: Any, batch: Any) -> ForwardStep:
         """What happened to the pool since the last step, and the step itself."""
@@ -95,6 +106,12 @@ def patch_weight_updater(cls: type) -> None:
     runtime.patch_class("sglang", cls, dict.fromkeys(methods, _around_weight_update))
 
 
+def patch_scheduler(cls: type) -> None:
+    """Patch ``Scheduler``, which says when there is nothing to do."""
+    if hasattr(cls, "on_idle"):
+        runtime.patch_class("sglang", cls, {"on_idle": _around_on_idle})
+
+
 def patch_forward_batch(cls: type) -> None:
     """Patch ``ForwardBatch``, whose making sees the scheduler's requests."""
     runtime.patch_class("sglang", cls, {"init_new": _around_init_new})
@@ -131,6 +148,14 @@ def _around_init_new(
         with watched.part:
             watched.remember(made, list(batch.reqs))
     return made
+
+
+def _around_on_idle(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+    watched = _watched.get(scheduler.tp_worker.model_runner)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            watched.audit(scheduler.tree_cache)
+    return call(*args, **kwargs)
 
 
 def _around_weight_update(call: Callable[..., Any], updater: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ Used as ``KVCANARY_ADAPTERS=sglang,/path/to/this/file``. After each decode step 
 - ``{"kind": "wrong_write"}``: the next token of the first request goes to a slot of the second.
 - ``{"kind": "idle_bit", "layer": index}``: one bit of a slot of the prefix cache that no running request uses.
 - ``{"kind": "wrong_hit"}``: the next request that hits the prefix cache is given the slots of others.
+- ``{"kind": "wrong_index"}``: the prefix cache has two pages of a prefix in the wrong order.
 
 What was done goes to the file ``FAULT_REPORT``, JSON; then ``FAULT_REQUEST`` is removed. The layout is that of the
 engine's plain pool, spelled out here independently of how the agent finds it.
@@ -77,7 +78,7 @@ def _around_run_batch(call: Callable[..., Any], scheduler: Any, /, batch: Any, *
     fault = _requested()
     if fault is not None and fault["kind"] in _BEFORE_A_STEP and len(batch.reqs) > 1:
         with torch.inference_mode():
-            done = _BEFORE_A_STEP[fault["kind"]](scheduler.tp_worker.model_runner, batch)
+            done = _BEFORE_A_STEP[fault["kind"]](scheduler, batch)
         if done is not None:
             _report(fault, done)
     return call(batch, *args, **kwargs)
@@ -165,7 +166,8 @@ def _idle_bit(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
     return {"slots": [slot], "layer": f"layers.{fault['layer'] % len(pool.k_buffer)}"}
 
 
-def _wrong_write(runner: Any, batch: Any) -> Done | None:
+def _wrong_write(scheduler: Any, batch: Any) -> Done | None:
+    runner = scheduler.tp_worker.model_runner
     if not batch.forward_mode.is_decode():
         return None
     slot = _slots(runner, batch, 1)[1]
@@ -173,13 +175,28 @@ def _wrong_write(runner: Any, batch: Any) -> Done | None:
     return {"slots": [slot]}
 
 
-def _wrong_hit(runner: Any, batch: Any) -> Done | None:
+def _wrong_hit(scheduler: Any, batch: Any) -> Done | None:
+    runner = scheduler.tp_worker.model_runner
     if not batch.forward_mode.is_extend() or min(batch.prefix_lens[:2]) < 32:
         return None
     table, size = runner.req_to_token_pool.req_to_token, 32
     first, second = batch.req_pool_indices[:2].tolist()
     table[first, :size] = table[second, :size]
     return {"slots": table[first, :size].tolist()}
+
+
+def _wrong_index(scheduler: Any, batch: Any) -> Done | None:
+    size = scheduler.tp_worker.model_runner.page_size
+    waiting = list(scheduler.tree_cache.tree_core.root_node.children.values())
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(node.children.values())
+        for data in node.component_data:
+            slots = data.value
+            if isinstance(slots, torch.Tensor) and len(slots) >= 2 * size:
+                data.value = torch.cat((slots[size : 2 * size], slots[:size], slots[2 * size :]))
+                return {"slots": slots[: 2 * size].tolist()}
+    return None
 
 
 _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
@@ -195,4 +212,5 @@ _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
 _BEFORE_A_STEP: dict[str, Callable[[Any, Any], Done | None]] = {
     "wrong_write": _wrong_write,
     "wrong_hit": _wrong_hit,
+    "wrong_index": _wrong_index,
 }

@@ -166,6 +166,14 @@ def test_a_hit_of_other_tokens_in_the_prefix_cache_is_a_wrong_hit(faulty_engine:
     assert foreign[0]["kvcanary.cause"] == "wrong_prefix_hit"
 
 
+def test_a_prefix_cache_in_the_wrong_order_is_seen_when_the_engine_is_idle(faulty_engine: FaultyEngine) -> None:
+    done, found = faulty_engine.suffer({"kind": "wrong_index"}, [[*range(300, 400), 1], [*range(400, 500), 1]])
+
+    entries = of_kind(found, "index")
+    assert {each["kvcanary.slot"] for each in entries} >= set(done["slots"])
+    assert entries[0]["kvcanary.cause"] == "prefix_index_wrong"
+
+
 def test_a_prefix_that_outlives_a_change_of_weights_is_an_epoch(faulty_engine: FaultyEngine, engine: Engine) -> None:
     found = faulty_engine.after_new_weights(str(engine.models / "llama"), flush=False)
 
