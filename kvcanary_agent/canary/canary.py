@@ -64,7 +64,7 @@ class Canary:
             self._records = [_records_of(group, settings.content) for group in layout.groups]
             self._ring = ViolationRing(RING_CAPACITY, layout.device)
             self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
-            self._occupancy = [Occupancy(g.num_blocks, g.device) for g in layout.groups]
+            self._occupancy = [Occupancy(g.num_blocks, g.null_block, g.device) for g in layout.groups]
         self._checks = [
             checks_for(records, self._ring, index, self._count) for index, records in enumerate(self._records)
         ]

@@ -11,8 +11,8 @@ class Occupancy:
     A block is known from its first event on, so that an agent that attaches late reports nothing wrong.
     """
 
-    def __init__(self, num_blocks: int, device: torch.device) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, null_block: int | None, device: torch.device) -> None:
+        self._num_blocks, self._null_block = num_blocks, null_block
         # One more than there are blocks: -1, which stands for no block, is the last.
         self._in_use = torch.ones(num_blocks + 1, dtype=torch.bool, device=device)
         self._known = torch.zeros(num_blocks + 1, dtype=torch.bool, device=device)
@@ -27,15 +27,21 @@ class Occupancy:
         return self._in_use.numel() + self._known.numel()
 
     def taken(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The allocator hands out ``blocks``, ``[n]`` int64, -1 for none: which of them were in use, ``[n]`` bool."""
-        wrong = self._in_use[blocks] & self._known[blocks] & (blocks >= 0)
+        """The allocator hands out ``blocks``, ``[n]`` int64, -1 for none: which ones it must not, ``[n]`` bool.
+
+        Those are blocks in use, blocks named before in the same call, and the null block.
+        """
+        wrong = self._in_use[blocks] & self._known[blocks] | _repeated(blocks)
+        if self._null_block is not None:
+            wrong |= blocks == self._null_block
+        wrong &= blocks >= 0
         self._in_use[blocks] = True
         self._known[blocks] = True
         return wrong
 
     def returned(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The allocator takes back ``blocks``, ``[n]`` int64, -1 for none: which were not in use, ``[n]`` bool."""
-        wrong = ~self._in_use[blocks] & (blocks >= 0)
+        """The allocator takes back ``blocks``, ``[n]`` int64, -1 for none: which are free already, ``[n]`` bool."""
+        wrong = (~self._in_use[blocks] | _repeated(blocks)) & (blocks >= 0)
         self._in_use[blocks] = False
         self._known[blocks] = True
         self._in_use[-1] = True
@@ -50,3 +56,12 @@ class Occupancy:
         """Nothing is known about any block any more."""
         self._in_use.fill_(True)
         self._known.zero_()
+
+
+def _repeated(blocks: torch.Tensor) -> torch.Tensor:
+    """Which elements of ``[n]`` are equal to an earlier one, ``[n]`` bool."""
+    order = blocks.argsort(stable=True)
+    ordered = blocks[order]
+    again = torch.zeros_like(blocks, dtype=torch.bool)
+    again[order[1:]] = ordered[1:] == ordered[:-1]
+    return again
