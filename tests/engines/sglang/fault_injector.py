@@ -13,7 +13,7 @@ Used as ``KVCANARY_ADAPTERS=sglang,/path/to/this/file``. After each decode step 
 - ``{"kind": "wrong_write"}``: the next token of the first request goes to a slot of the second.
 - ``{"kind": "idle_bit", "layer": index}``: one bit of a slot of the prefix cache that no running request uses.
 - ``{"kind": "wrong_hit"}``: the next request that hits the prefix cache is given the slots of others.
-- ``{"kind": "wrong_index"}``: the prefix cache has two pages of a prefix in the wrong order.
+- ``{"kind": "free_cached"}``: the allocator is given back a page that the prefix cache holds and no request uses.
 
 What was done goes to the file ``FAULT_REPORT``, JSON; then ``FAULT_REQUEST`` is removed. The layout is that of the
 engine's plain pool, spelled out here independently of how the agent finds it.
@@ -154,16 +154,29 @@ def _own_page(runner: Any, batch: Any) -> list[int]:
 
 
 def _idle_bit(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
+    slots = _cached_page(runner, batch)
+    if slots is None:
+        return None
+    pool = runner.token_to_kv_pool
+    _flip(pool.v_buffer[fault["layer"]], slots[0])
+    return {"slots": slots[:1], "layer": f"layers.{fault['layer'] % len(pool.k_buffer)}"}
+
+
+def _free_cached(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
+    slots = _cached_page(runner, batch)
+    if slots is None:
+        return None
+    runner.token_to_kv_pool_allocator.free(torch.tensor(slots))
+    return {"slots": slots}
+
+
+def _cached_page(runner: Any, batch: Any) -> list[int] | None:
+    """The slots of a page that is neither free nor used by a request: the prefix cache holds it."""
     allocator, size = runner.token_to_kv_pool_allocator, runner.page_size
     used = {slot // size for row in range(batch.batch_size) for slot in _slots(runner, batch, row)}
     free = set(allocator.free_pages.tolist())
     idle = [page for page in range(1, allocator.size // size) if page not in used | free]
-    if not idle:
-        return None
-    slot = idle[len(idle) // 2] * size
-    pool = runner.token_to_kv_pool
-    _flip(pool.v_buffer[fault["layer"]], slot)
-    return {"slots": [slot], "layer": f"layers.{fault['layer'] % len(pool.k_buffer)}"}
+    return list(range(idle[0] * size, (idle[0] + 1) * size)) if idle else None
 
 
 def _wrong_write(scheduler: Any, batch: Any) -> Done | None:
@@ -185,20 +198,6 @@ def _wrong_hit(scheduler: Any, batch: Any) -> Done | None:
     return {"slots": table[first, :size].tolist()}
 
 
-def _wrong_index(scheduler: Any, batch: Any) -> Done | None:
-    size = scheduler.tp_worker.model_runner.page_size
-    waiting = list(scheduler.tree_cache.tree_core.root_node.children.values())
-    while waiting:
-        node = waiting.pop()
-        waiting.extend(node.children.values())
-        for data in node.component_data:
-            slots = data.value
-            if isinstance(slots, torch.Tensor) and len(slots) >= 2 * size:
-                data.value = torch.cat((slots[size : 2 * size], slots[:size], slots[2 * size :]))
-                return {"slots": slots[: 2 * size].tolist()}
-    return None
-
-
 _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
     "flip_bit": _flip_bit,
     "copy_slot": _copy_slot,
@@ -208,9 +207,9 @@ _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
     "free_twice": _free_twice,
     "hand_out_twice": _hand_out_twice,
     "idle_bit": _idle_bit,
+    "free_cached": _free_cached,
 }
 _BEFORE_A_STEP: dict[str, Callable[[Any, Any], Done | None]] = {
     "wrong_write": _wrong_write,
     "wrong_hit": _wrong_hit,
-    "wrong_index": _wrong_index,
 }
