@@ -5,8 +5,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from kvcanary_agent.activation import builtin_targets
-
 _PREFIX = "KVCANARY_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -159,7 +157,9 @@ def _check_adapter(entry: str) -> None:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", entry):
             raise SettingsError(f"{entry} is not of the form package.module:attribute")
         return
-    builtin = sorted({module.rpartition(".")[2] for module in builtin_targets().values()})
+    from kvcanary_agent.adapters.targets import BUILTIN
+
+    builtin = sorted({module.rpartition(".")[2] for module in BUILTIN.values()})
     if entry not in builtin:
         raise SettingsError(
             f"{entry} is not an adapter; accepted are {', '.join(builtin)}, a file (/path/to/adapter.py, "

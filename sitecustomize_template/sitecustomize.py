@@ -29,37 +29,28 @@ def _complain(reason: str) -> None:
 
 
 def _load_agent(root: str) -> None:
-    """Import the part of the kvcanary_agent beside this folder that starts it, whichever other copy could be imported.
+    """Import the kvcanary_agent beside this folder, whichever other copy could be imported.
 
     ``sys.path`` is left alone: what else lies in `root`, a clone or the site-packages of another environment, is none
-    of the program's business. The files are named rather than searched for, which halves the time; every other module
-    of the package is found through its ``__path__``, as usual.
+    of the program's business. The file is named rather than searched for, which halves the time; the modules of the
+    package are found through its ``__path__``, as usual.
     """
-    package = f"{root}/kvcanary_agent"
     if "kvcanary_agent" in sys.modules:
         return
-    try:
-        _load("kvcanary_agent", f"{package}/__init__.py", [package])
-        _load("kvcanary_agent.activation", f"{package}/activation/__init__.py", [f"{package}/activation"])
-        _load("kvcanary_agent.activation.import_hook", f"{package}/activation/import_hook.py", None)
-    except BaseException:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "kvcanary_agent"]:
-            del sys.modules[name]
-        raise
-
-
-def _load(name: str, file: str, search: "list[str] | None") -> None:
     from _frozen_importlib import module_from_spec
     from _frozen_importlib_external import spec_from_file_location
 
-    spec = spec_from_file_location(name, file, submodule_search_locations=search)
+    package = f"{root}/kvcanary_agent"
+    file = f"{package}/__init__.py"
+    spec = spec_from_file_location("kvcanary_agent", file, submodule_search_locations=[package])
     assert spec is not None, f"{file} is Python source"
     assert spec.loader is not None, f"{file} is Python source"
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
+    module = sys.modules["kvcanary_agent"] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules["kvcanary_agent"]
+        raise
 
 
 def _run_users_sitecustomize() -> None:

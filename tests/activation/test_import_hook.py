@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcanary_agent.activation.import_hook import TargetFinder
+from kvcanary_agent import TargetFinder
 
 Announced = list[tuple[str, Any]]
 

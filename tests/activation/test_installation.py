@@ -200,7 +200,7 @@ def test_an_adapter_file_that_does_not_exist_is_one_warning(stand_in: Processes)
 
 def test_a_wrong_list_of_adapters_is_one_warning_and_the_built_in_ones(stand_in: Processes) -> None:
     program = "import sys; finder = sys.meta_path[0]; print(sorted(finder._targets) == sorted(builtin))"
-    look = f"from kvcanary_agent.activation import builtin_targets; builtin = builtin_targets(); {program}"
+    look = f"from kvcanary_agent.adapters.targets import BUILTIN as builtin; {program}"
     result = stand_in.door("-c", look, KVCANARY_ADAPTERS="vlm")
     assert (result.returncode, result.stdout) == (0, "True\n")
     assert "KVCANARY_ADAPTERS='vlm'" in result.stderr
@@ -209,8 +209,8 @@ def test_a_wrong_list_of_adapters_is_one_warning_and_the_built_in_ones(stand_in:
 
 def test_built_in_adapters_can_be_restricted_to_some(stand_in: Processes) -> None:
     look = (
-        "import sys; from kvcanary_agent.activation import builtin_targets\n"
-        "chosen = [name for name, adapter in builtin_targets().items() if adapter == 'kvcanary_agent.adapters.vllm']\n"
+        "import sys; from kvcanary_agent.adapters.targets import BUILTIN\n"
+        "chosen = [name for name, adapter in BUILTIN.items() if adapter == 'kvcanary_agent.adapters.vllm']\n"
         "print(sorted(sys.meta_path[0]._targets) == sorted(chosen) != [])"
     )
     assert lines(stand_in.door("-c", look, KVCANARY_ADAPTERS="vllm")) == ["True"]

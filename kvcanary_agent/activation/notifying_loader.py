@@ -1,65 +1,22 @@
-"""A meta path finder that says when one of a few named modules has been imported, and is invisible otherwise.
+"""The loader that stands in for a target's own from the finding of the module to its execution.
 
-`TargetFinder.find_spec` runs under the interpreter's import lock, for every import of the process. So for a name that
-is no target it is one look-up, and for none does it import or lock anything: either could deadlock with another thread.
-
-For a target, the spec is the one that the other finders give, with its loader replaced by a `_NotifyingLoader` until
-the module executes. From then on neither the module nor its spec holds a trace of it.
+From then on neither the module nor its spec holds a trace of it. `kvcanary_agent.TargetFinder` executes this file when
+the first target is found, under the import lock: it imports nothing that is not loaded by then.
 """
 
 import sys
-from _frozen_importlib import ModuleSpec, spec_from_loader
+from _frozen_importlib import ModuleSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable
     from types import ModuleType
     from typing import Any
 
     OnImport = Callable[[str, object], None]
 
 
-class TargetFinder:
-    """Calls ``on_import(name, module)`` each time a module of `targets` was executed, reloads included.
-
-    `module` is what ``import`` hands out: the entry of ``sys.modules``, which a module may have replaced by anything.
-    An import succeeds or fails as it does without the finder; what `on_import` raises is logged and dropped.
-    """
-
-    def __init__(self, targets: "Container[str]", on_import: "OnImport") -> None:
-        self._targets = targets
-        self._on_import = on_import
-
-    def find_spec(
-        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
-    ) -> "ModuleSpec | None":
-        """The meta path protocol: None for a module that is no target, or that no other finder finds."""
-        if name not in self._targets:
-            return None
-        spec = self._find_behind(name, path, target)
-        # A namespace package has no loader, and executes nothing.
-        if spec is not None and spec.loader is not None:
-            _watch(spec, self._on_import)
-        return spec
-
-    def _find_behind(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
-        """Ask the finders after this one, or all of them if it was taken off the list; those before it were asked."""
-        finders: list[Any] = list(sys.meta_path)
-        position = next((index for index, finder in enumerate(finders) if finder is self), -1)
-        for finder in finders[position + 1 :]:
-            if hasattr(finder, "find_spec"):
-                spec: ModuleSpec | None = finder.find_spec(name, path, target)
-            elif sys.version_info < (3, 12):  # these still ask a finder that has only the older method
-                loader = finder.find_module(name, path)
-                spec = None if loader is None else spec_from_loader(name, loader)
-            else:
-                continue
-            if spec is not None:
-                return spec
-        return None
-
-
-def _watch(spec: ModuleSpec, on_import: "OnImport") -> None:
+def watch(spec: ModuleSpec, on_import: "OnImport") -> None:
     """Replace the loader of `spec`. A lazy loader keeps its place, and the one that it puts off is replaced."""
     holder: Any = spec
     util = sys.modules.get("importlib.util")
@@ -101,9 +58,12 @@ class _NotifyingLoader:
         try:
             self._on_import(self._spec.name, module)
         except (Exception, SystemExit):
-            import logging
+            try:
+                import logging
 
-            logging.getLogger("kvcanary_agent").warning("after the import of %s", self._spec.name, exc_info=True)
+                logging.getLogger("kvcanary_agent").warning("after the import of %s", self._spec.name, exc_info=True)
+            except Exception:
+                pass  # a log handler of the host may raise
 
 
 class _ExecutingLoader(_NotifyingLoader):
