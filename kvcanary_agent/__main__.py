@@ -1,9 +1,12 @@
 """The command line, ``python -m kvcanary_agent`` and ``kvcanary-agent``."""
 
 import sys
-from collections.abc import Callable, Sequence
 
 from kvcanary_agent import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 def _run(arguments: list[str]) -> int:
@@ -28,8 +31,8 @@ def _faults(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
-# Each imports what it needs when it is chosen: `run` must not wait for torch.
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+# Each imports what it needs when it is chosen, and this file nothing: `run` must not wait.
+COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
     "run": (_run, "run a program with the agent in it"),
     "demo": (_demo, "see the agent catch a corrupted KV cache"),
     "faults": (_faults, "run fault cases on an embedded pool"),
@@ -42,7 +45,7 @@ def _usage() -> str:
     return "\n".join([*lines, "", "kvcanary-agent COMMAND --help says more about one of them.", ""])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: "Sequence[str] | None" = None) -> int:
     """Run the command in `argv` (``sys.argv[1:]``) and return its exit status: 2 when there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:

@@ -2,16 +2,19 @@
 
 The launcher prepares the environment and calls exec, so process id, signals, arguments and exit code are the program's
 own. Nothing of the launcher is left in the process, and sitecustomize takes over from there.
+
+The user waits for two starts of Python, so this one imports nothing that the interpreter has not loaded already:
+`signal` and `shutil` alone would take half as long as the interpreter itself.
 """
 
+import _signal
 import os
-import shutil
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
 
-from kvcanary_agent.settings import Settings, SettingsError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import NoReturn
 
 USAGE = """\
 usage: kvcanary-agent run [--] COMMAND [ARGUMENT...]
@@ -40,7 +43,7 @@ class LaunchError(Exception):
         self.status = status
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: "Sequence[str]") -> int:
     """Run the COMMAND in `arguments`. Returns, with an exit status, only when it could not be started."""
     if not arguments:
         sys.stderr.write(USAGE)
@@ -50,32 +53,42 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     command = list(arguments[1:] if arguments[0] == "--" else arguments)
     try:
-        settings = Settings.from_environ(os.environ)
-        off = bool(os.environ.get("KVCANARY_ENABLED", "").strip()) and not settings.enabled
+        adapters, off = _checked_settings(os.environ)
         program, argv = resolve(command)
-        environ = dict(os.environ) if off else instrumented(os.environ, settings)
+        environ = dict(os.environ) if off else instrumented(os.environ, adapters)
         _become(program, argv, environ)
-    except SettingsError as error:
-        return _fail(str(error), 2)
     except LaunchError as error:
         return _fail(str(error), error.status)
 
 
-def instrumented(environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
-    """The environment in which Python processes get the agent through sitecustomize."""
+def _checked_settings(environ: "Mapping[str, str]") -> "tuple[tuple[str, ...], bool]":
+    """The adapters asked for, and whether the agent is switched off. Raises `LaunchError` for a wrong setting."""
+    if not any(name.startswith("KVCANARY_") for name in environ):
+        return (), False
+    from kvcanary_agent.settings import Settings, SettingsError
+
+    try:
+        settings = Settings.from_environ(environ)
+    except SettingsError as error:
+        raise LaunchError(str(error), 2) from None
+    return settings.adapters, bool(environ.get("KVCANARY_ENABLED", "").strip()) and not settings.enabled
+
+
+def instrumented(environ: "Mapping[str, str]", adapters: "Sequence[str]" = ()) -> dict[str, str]:
+    """The environment in which Python processes get the agent through sitecustomize, with these `adapters`, if any."""
     folder = template_folder()
     # Entries are kept as they are, empty ones too: the user's PYTHONPATH is the user's. Ours goes first, once.
     entries = environ["PYTHONPATH"].split(os.pathsep) if environ.get("PYTHONPATH") else []
     changed = dict(environ)
     changed["PYTHONPATH"] = os.pathsep.join([folder, *(entry for entry in entries if entry != folder)])
     changed["KVCANARY_ENABLED"] = "1"
-    if settings.adapters:
+    if adapters:
         # A process of the server may have another working directory.
-        for entry in settings.adapters:
+        for entry in adapters:
             if entry.endswith(".py") and not os.path.isfile(entry):
                 raise LaunchError(f"KVCANARY_ADAPTERS names {entry!r}, but there is no such file", 2)
-        adapters = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in settings.adapters)
-        changed["KVCANARY_ADAPTERS"] = ",".join(adapters)
+        absolute = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in adapters)
+        changed["KVCANARY_ADAPTERS"] = ",".join(absolute)
     return changed
 
 
@@ -90,7 +103,7 @@ def template_folder() -> str:
     return folder
 
 
-def resolve(command: Sequence[str]) -> tuple[str, list[str]]:
+def resolve(command: "Sequence[str]") -> tuple[str, list[str]]:
     """The program to execute for COMMAND, and its argv.
 
     Raises `LaunchError` with status 2 for wrong usage, 126 for what cannot be run, and 127 for what does not exist.
@@ -105,7 +118,7 @@ def resolve(command: Sequence[str]) -> tuple[str, list[str]]:
     if name.startswith("-"):
         raise LaunchError(f"run: unknown option {name}; see kvcanary-agent run --help", 2)
     if os.sep not in name and not name.endswith(_PYTHON_SUFFIXES):
-        program = shutil.which(name)
+        program = _on_path(name)
         if program is not None:
             return program, list(command)
     if not os.path.exists(name):
@@ -122,7 +135,7 @@ def resolve(command: Sequence[str]) -> tuple[str, list[str]]:
     return name, list(command)
 
 
-def interpreter_options(orig_argv: Sequence[str]) -> list[str]:
+def interpreter_options(orig_argv: "Sequence[str]") -> list[str]:
     """The options that this interpreter was started with, from ``sys.orig_argv``: what stands before -m or a script."""
     options: list[str] = []
     rest: Iterator[str] = iter(orig_argv[1:])
@@ -144,7 +157,16 @@ def interpreter_options(orig_argv: Sequence[str]) -> list[str]:
     return options
 
 
-def _python(arguments: Sequence[str]) -> tuple[str, list[str]]:
+def _on_path(name: str) -> str | None:
+    """The first executable of this name on PATH."""
+    for folder in os.get_exec_path():
+        program = os.path.join(folder, name)
+        if os.path.isfile(program) and os.access(program, os.X_OK):
+            return program
+    return None
+
+
+def _python(arguments: "Sequence[str]") -> tuple[str, list[str]]:
     if not sys.executable:
         raise LaunchError("this Python does not know its own executable; name one: run -- python ...", 1)
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
@@ -169,13 +191,13 @@ def _is_python(path: str) -> bool:
     return first_line.startswith(b"#!") and b"python" in first_line
 
 
-def _become(program: str, argv: list[str], environ: Mapping[str, str]) -> NoReturn:
+def _become(program: str, argv: list[str], environ: "Mapping[str, str]") -> "NoReturn":
     sys.stdout.flush()
     sys.stderr.flush()
     # Python ignores these two at its start, and exec would hand that down: a program must die of a closed pipe if that
     # is its way.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, _signal.SIG_DFL)
     try:
         os.execve(program, argv, environ)
     except OSError as error:
