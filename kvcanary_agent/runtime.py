@@ -22,6 +22,7 @@ from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
     from kvcanary_agent.telemetry import Telemetry
+    from kvcanary_agent.telemetry.pool_facts import PoolFacts
 
 __all__ = [
     "FailOpen",
@@ -113,6 +114,7 @@ def open_canary(layout: KVLayout) -> Canary | None:
             pool=layout.pool,
             rank=layout.rank,
             world_size=layout.world_size,
+            facts=_facts(layout),
         )
         canary = _new_canary(layout, sink)
         _open[layout.pool] = canary
@@ -126,6 +128,12 @@ def open_canary(layout: KVLayout) -> Canary | None:
     for subject, reason in layout.not_covered.items():
         not_covered(layout.engine, subject, reason)
     return canary
+
+
+def _facts(layout: KVLayout) -> PoolFacts:
+    from kvcanary_agent.telemetry.pool_facts import PoolFacts
+
+    return PoolFacts.of(layout)
 
 
 def _uniquely_named(layout: KVLayout) -> KVLayout:

@@ -3,9 +3,10 @@
 from .canary import Canary, compare_ranks
 from .layout import KVGroup, KVLayout, KVPart, LayoutError
 from .step import ForwardStep, GroupStep, KnownTokens
-from .violation import CheckCounts, Kind, KVCanaryError, Sink, Violation
+from .violation import BlockEvent, CheckCounts, Kind, KVCanaryError, Sink, Violation
 
 __all__ = [
+    "BlockEvent",
     "Canary",
     "CheckCounts",
     "ForwardStep",

@@ -17,6 +17,7 @@ from kvcanary_agent.kernels.records import UNKNOWN, Records
 from kvcanary_agent.kernels.ring import ViolationRing
 from kvcanary_agent.settings import Settings
 
+from .block_log import BlockLog
 from .layout import KVGroup, KVLayout
 from .occupancy import Occupancy
 from .ownership import Misuse, Ownership
@@ -70,7 +71,8 @@ class Canary:
         ]
         self._stored = [StoredRecords(records) for records in self._records]
         self._patrols = [Patrol(group) for group in layout.groups]
-        self._reporter = Reporter(layout, self._ownership, sink, settings.reveal_tokens)
+        self._logs = [BlockLog() for _ in layout.groups]
+        self._reporter = Reporter(layout, self._ownership, self._logs, sink, settings.reveal_tokens)
         sink.records_memory(
             self._ring.num_bytes
             + sum(records.num_bytes for records in self._records)
@@ -92,6 +94,7 @@ class Canary:
         if not blocks:
             return
         self._records[group].block_generation[self._on_device(blocks)] += 1
+        self._logs[group].note(self._step, "allocated", request, blocks)
         for block in blocks:
             self._claims.pop((group, block), None)
         if not self.layout.reports_ownership:
@@ -101,6 +104,7 @@ class Canary:
 
     def shared(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
         """A prefix hit: the request takes one more reference to each of these blocks."""
+        self._logs[group].note(self._step, "shared", request, blocks)
         if self.layout.reports_ownership:
             self._misused(group, self._ownership[group].shared(blocks, request))
 
@@ -113,6 +117,7 @@ class Canary:
             request: Whose reference; None if that is not known.
             cached: The contents stay valid for a later `shared`.
         """
+        self._logs[group].note(self._step, "cached" if cached else "freed", request, blocks)
         if self.layout.reports_ownership:
             ownership = self._ownership[group]
             misuses = ownership.freed(blocks, request, cached)
@@ -157,6 +162,7 @@ class Canary:
         """
         if not src_blocks:
             return
+        self._logs[group].note(self._step, "copied", None, dst_blocks)
         records = self._records[group]
         src, dst = self._on_device(src_blocks), self._on_device(dst_blocks)
         generation = records.generation.view(-1, records.block_size)
@@ -177,6 +183,9 @@ class Canary:
         Call it when the copy has completed. What came under a key that is not known, or not any more, is not judged
         until it is written anew.
         """
+        self._logs[group].note(self._step, "loaded", request, blocks)
+        if self.layout.reports_ownership and request is not None:
+            self._misused(group, self._ownership[group].loaded(blocks, request))
         at, records = self._on_device(blocks), self._records[group]
         if not self._stored[group].restore(key, at):
             records.generation.view(-1, records.block_size)[at] = UNKNOWN
@@ -493,6 +502,7 @@ class Canary:
                 writer=self._reporter.name_of(int(records.owner[slots.start])),
                 written_step=int(records.step[slots.start]),
                 block_history=self._ownership[group].history(block),
+                block_events=self._logs[group].of(block),
                 detail="the prefix index promises the K/V of other tokens than the block holds",
             )
         )

@@ -135,6 +135,14 @@ class Ownership:
         self._count(blocks)
         return misuses
 
+    def loaded(self, blocks: Sequence[int], request: str) -> list[Misuse]:
+        """Bytes arrive from another tier for a request, which is to hold the blocks that they go to."""
+        return [
+            Misuse(number, request, block.holders[-1], "loaded for a request that does not hold the block")
+            for number in blocks
+            if (block := self._blocks.get(number)) and block.counted and block.holders and request not in block.holders
+        ]
+
     def unreadable(self, blocks: Sequence[int]) -> list[int]:
         """Those of ``blocks`` whose contents nobody may read any more: they are free and not cached."""
         return [

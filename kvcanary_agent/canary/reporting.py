@@ -11,9 +11,10 @@ from kvcanary_agent.kernels.hashing import chain_seed
 from kvcanary_agent.kernels.plan import Fault
 from kvcanary_agent.kernels.ring import Field
 
+from .block_log import BlockLog
 from .layout import KVLayout
 from .ownership import Misuse, Ownership
-from .violation import Kind, Sink, Violation
+from .violation import BlockEvent, Kind, Sink, Violation
 
 # How much the host remembers, for reports only; checks do not depend on it.
 _REMEMBERED = 1 << 16
@@ -38,7 +39,10 @@ _KIND_OF_FAULT = {
     Fault.NONFINITE: Kind.NONFINITE,
     Fault.TRANSFER: Kind.TRANSFER,
 }
+# In how many blocks' events a report looks between two calls of `take`: it is a search, on the step's thread.
+_BLOCKS_LOOKED_UP = 16
 _DETAIL_OF_FAULT = {
+    Fault.READ_ADDRESS: "the block table names a block outside the pool",
     Fault.WRITE_NOT_HELD: "the writing request does not hold the block",
     Fault.WRITE_TWICE: "two requests of one step write different tokens to the slot",
     Fault.WRITE_SHARED: "another token is written over one that other requests hold, without copy on write",
@@ -81,9 +85,18 @@ class Reporter:
     reported again each step.
     """
 
-    def __init__(self, layout: KVLayout, ownership: Sequence[Ownership], sink: Sink, reveal_tokens: bool) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        ownership: Sequence[Ownership],
+        logs: Sequence[BlockLog],
+        sink: Sink,
+        reveal_tokens: bool,
+    ) -> None:
         self._layout = layout
         self._ownership = ownership
+        self._logs = logs
+        self._looked_up: dict[tuple[int, int], tuple[BlockEvent, ...]] = {}
         self._sink = sink
         self._reveal_tokens = reveal_tokens
         self._token_key = secrets.token_bytes(16)
@@ -148,6 +161,7 @@ class Reporter:
                     request=misuse.request,
                     writer=misuse.other,
                     block_history=self._ownership[group].history(misuse.block),
+                    block_events=self._events(group, misuse.block),
                     detail=misuse.detail,
                 )
             )
@@ -160,6 +174,7 @@ class Reporter:
     def take(self) -> tuple[Violation, ...]:
         """What has been reported since the last call."""
         taken, self._since_last_take = tuple(self._since_last_take), []
+        self._looked_up.clear()
         return taken
 
     def _fault(self, entry: list[int]) -> None:
@@ -205,8 +220,15 @@ class Reporter:
             recorded_position=entry[Field.RECORDED_POSITION] if written else None,
             held=self._held(fault),
             block_history=self._ownership[entry[Field.GROUP]].history(block),
+            block_events=self._events(entry[Field.GROUP], block),
             detail=_DETAIL_OF_FAULT.get(fault, ""),
         )
+
+    def _events(self, group: int, block: int) -> tuple[BlockEvent, ...]:
+        at = (group, block)
+        if at not in self._looked_up and block >= 0 and len(self._looked_up) < _BLOCKS_LOOKED_UP:
+            self._looked_up[at] = self._logs[group].of(block)
+        return self._looked_up.get(at, ())
 
     def _held(self, fault: Fault) -> bool | None:
         if self._layout.reports_occupancy:

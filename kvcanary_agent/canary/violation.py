@@ -29,6 +29,22 @@ class Kind(str, Enum):
         return self.value
 
 
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """What happened to a block, and in which step.
+
+    Attributes:
+        step: The last step that had begun; 0 before the first.
+        event: ``"allocated"``, ``"shared"``, ``"freed"``, ``"cached"`` (freed, contents kept), ``"copied"`` (into it)
+            or ``"loaded"`` (back from another tier).
+        request: For whom; None if that is not known.
+    """
+
+    step: int
+    event: str
+    request: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
     """One slot that is not what it should be.
@@ -50,6 +66,7 @@ class Violation:
         held: Whether the request holds the block, as the allocator's events tell; None if the adapter does not follow
             them.
         block_history: The requests that the block was last handed to or shared with, oldest first.
+        block_events: What happened to the block lately, oldest first, as far as the adapter tells.
         detail: What the allocator or another component did, for violations that an event showed.
     """
 
@@ -71,6 +88,7 @@ class Violation:
     recorded_position: int | None = None
     held: bool | None = None
     block_history: tuple[str, ...] = ()
+    block_events: tuple[BlockEvent, ...] = ()
     detail: str = ""
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvcanary_agent.canary.violation import CheckCounts, Sink, Violation
 from kvcanary_agent.telemetry import semconv
-from kvcanary_agent.telemetry.diagnosis import diagnose
+from kvcanary_agent.telemetry.diagnosis import Burst, diagnose
 from kvcanary_agent.telemetry.log_lines import ViolationLines
+from kvcanary_agent.telemetry.pool_facts import PoolFacts
 from kvcanary_agent.telemetry.tallies import PoolKey, PoolTally
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ class PoolTelemetry(Sink):
     them.
     """
 
-    def __init__(self, telemetry: Telemetry, key: PoolKey, engine_version: str) -> None:
+    def __init__(self, telemetry: Telemetry, key: PoolKey, engine_version: str, facts: PoolFacts) -> None:
         self._telemetry = telemetry
         self._key = key
+        self._facts = facts
         self._attributes: dict[str, str | int] = {
             semconv.ENGINE: key.engine,
             semconv.ENGINE_VERSION: engine_version,
@@ -72,7 +74,7 @@ class PoolTelemetry(Sink):
             layer = self._telemetry.tallies.bounded_layer(violation.layer)
             series = (str(violation.kind), layer, violation.part or "")
             tally.violations[series] = tally.violations.get(series, 0) + 1
-            if not exporting.reporter.violation(violation, self._attributes):
+            if not exporting.reporter.violation(violation, self._attributes, self._facts):
                 tally.lost += 1
         except Exception as error:
             self._telemetry.failures.log("reporting a violation", error)
@@ -80,7 +82,8 @@ class PoolTelemetry(Sink):
 
     def _log_without_opentelemetry(self, violation: Violation) -> None:
         try:
-            self._lines.write(self._key.engine, violation, diagnose(violation, ()), already_exported=False)
+            diagnosis = diagnose(violation, Burst([violation]))
+            self._lines.write(self._key.engine, violation, diagnosis, already_exported=False)
         except Exception as error:
             self._telemetry.failures.log("logging a violation", error)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvcanary_agent.telemetry import semconv
 from kvcanary_agent.telemetry.failures import Failures
 from kvcanary_agent.telemetry.pool import PoolTelemetry
+from kvcanary_agent.telemetry.pool_facts import NOTHING_KNOWN, PoolFacts
 from kvcanary_agent.telemetry.tallies import PoolKey, Tallies
 
 if TYPE_CHECKING:
@@ -58,13 +59,22 @@ class Telemetry:
         # Registered before any OpenTelemetry object exists, so that it runs in the child before the SDK's own handlers.
         os.register_at_fork(after_in_child=after_fork_in_child)
 
-    def open_pool(self, engine: str, engine_version: str, pool: str, rank: int, world_size: int) -> PoolTelemetry:
+    def open_pool(
+        self,
+        engine: str,
+        engine_version: str,
+        pool: str,
+        rank: int,
+        world_size: int,
+        facts: PoolFacts = NOTHING_KNOWN,
+    ) -> PoolTelemetry:
         """The sink for the canary of one pool.
 
         Args:
             engine, engine_version: For example ``"vllm"`` and ``"0.32.0"`` (or ``""``).
             pool: The pool's name, unique within the process.
             rank, world_size: Tensor-parallel rank of this process, and of how many.
+            facts: What the pool consists of, for diagnoses and incidents.
         """
         with self._lock:
             self._resource_attributes.update(
@@ -75,7 +85,7 @@ class Telemetry:
                     semconv.WORLD_SIZE: world_size,
                 }
             )
-        handle = PoolTelemetry(self, PoolKey(engine=engine, pool=pool, rank=rank), engine_version)
+        handle = PoolTelemetry(self, PoolKey(engine=engine, pool=pool, rank=rank), engine_version, facts)
         self._pools.add(handle)
         handle.start()
         return handle

@@ -6,8 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,15 +17,17 @@ from opentelemetry.context import Context, get_current
 
 from kvcanary_agent.canary.violation import Violation
 from kvcanary_agent.telemetry import semconv
-from kvcanary_agent.telemetry.diagnosis import Diagnosis, diagnose
+from kvcanary_agent.telemetry.bursts import PoolBurst
+from kvcanary_agent.telemetry.diagnosis import Burst, Diagnosis, diagnose
 from kvcanary_agent.telemetry.failures import Failures
 from kvcanary_agent.telemetry.log_lines import ViolationLines
+from kvcanary_agent.telemetry.pool_facts import NOTHING_KNOWN, PoolFacts
 
 MAX_PENDING = 4096
 """Reports that wait to be written; beyond this their details are dropped."""
 
-RECENT = 256
-"""Violations of a pool that a diagnosis looks back at."""
+GATHER_S = 0.05
+"""The longest that a violation waits for others of its step, which change what it means."""
 
 Attributes = Mapping[str, str | int]
 
@@ -34,6 +36,7 @@ Attributes = Mapping[str, str | int]
 class _ViolationReport:
     violation: Violation
     attributes: Attributes
+    facts: PoolFacts
     time_ns: int
 
 
@@ -79,22 +82,24 @@ class Reporter:
         self._request_export = request_export
         self._pending: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
         self._lines = ViolationLines()
-        self._recent: defaultdict[str, deque[Violation]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._bursts: dict[str, PoolBurst] = {}
+        self._num_bursts = 0
         self._diagnoses: dict[Violation, Diagnosis] = {}
         self._failures = Failures()
         self._thread = threading.Thread(target=self._run, name="kvcanary-reports", daemon=True)
         self._thread.start()
 
-    def violation(self, violation: Violation, attributes: Attributes) -> bool:
+    def violation(self, violation: Violation, attributes: Attributes, facts: PoolFacts = NOTHING_KNOWN) -> bool:
         """Has a violation logged; never waits.
 
         Args:
-            attributes: Of the pool.
+            attributes, facts: Of the pool.
 
         Returns:
             False if too many reports are pending and this one was dropped.
         """
-        return self._submit(_ViolationReport(violation=violation, attributes=attributes, time_ns=time.time_ns()))
+        now_ns = time.time_ns()
+        return self._submit(_ViolationReport(violation=violation, attributes=attributes, facts=facts, time_ns=now_ns))
 
     def failed_pass(
         self, name: str, attributes: Attributes, start_ns: int, end_ns: int, violations: tuple[Violation, ...]
@@ -154,20 +159,35 @@ class Reporter:
             except queue.Empty:
                 self._attempt("logging violations", self._lines.end_window)
                 continue
+            if isinstance(item, _ViolationReport):
+                together, item = self._gather(item)
+                self._attempt("reporting violations", partial(self._report_violations, together))
             if item is None:
                 self._attempt("logging violations", self._lines.end_window)
                 return
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            if isinstance(item, _ViolationReport):
-                self._attempt("reporting a violation", partial(self._report_violation, item))
-            elif isinstance(item, _DrillReport):
+            if isinstance(item, _DrillReport):
                 self._attempt("announcing a drill", partial(self._report_drill, item))
-            else:
+            elif isinstance(item, _PassReport):
                 self._attempt("reporting a pass of checks", partial(self._report_pass, item))
             if self._pending.empty():
                 self._request_export()
+
+    def _gather(self, first: _ViolationReport) -> tuple[list[_ViolationReport], _Report | threading.Event | None]:
+        """The violations that come one after the other, and what comes then; the last of them if nothing else does."""
+        together = [first]
+        deadline = time.monotonic() + GATHER_S
+        while len(together) < MAX_PENDING:
+            try:
+                item = self._pending.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if not isinstance(item, _ViolationReport):
+                return together, item
+            together.append(item)
+        return together, together[-1]
 
     def _attempt(self, part: str, action: Callable[[], None]) -> bool:
         try:
@@ -177,11 +197,28 @@ class Reporter:
             return False
         return True
 
-    def _report_violation(self, report: _ViolationReport) -> None:
+    def _report_violations(self, reports: Sequence[_ViolationReport]) -> None:
+        of_pool: defaultdict[str, list[_ViolationReport]] = defaultdict(list)
+        for report in reports:
+            of_pool[report.violation.pool].append(report)
+        for pool, together in of_pool.items():
+            known = self._burst(pool, together[0].time_ns)
+            for report in together:
+                known.add(report.violation, report.time_ns)
+            burst = Burst(known.kept, together[0].facts.parts)
+            for report in together:
+                self._attempt("reporting a violation", partial(self._report_violation, report, burst))
+
+    def _burst(self, pool: str, now_ns: int) -> PoolBurst:
+        known = self._bursts.get(pool)
+        if known is None or not known.goes_on(now_ns):
+            self._num_bursts += 1
+            known = self._bursts[pool] = PoolBurst(self._num_bursts, now_ns)
+        return known
+
+    def _report_violation(self, report: _ViolationReport, burst: Burst) -> None:
         violation = report.violation
-        recent = self._recent[violation.pool]
-        diagnosis = diagnose(violation, recent)
-        recent.append(violation)
+        diagnosis = diagnose(violation, burst)
         if len(self._diagnoses) >= MAX_PENDING:
             self._diagnoses.clear()
         self._diagnoses[violation] = diagnosis
@@ -217,7 +254,7 @@ class Reporter:
             report.name, context=report.context, attributes=report.attributes, start_time=report.start_ns
         )
         for violation in report.violations:
-            diagnosis = self._diagnoses.pop(violation, None) or diagnose(violation, self._recent[violation.pool])
+            diagnosis = self._diagnoses.pop(violation, None) or diagnose(violation, Burst(report.violations))
             attributes = semconv.violation_attributes(violation, diagnosis)
             span.add_event(semconv.VIOLATION_EVENT, attributes, timestamp=report.end_ns)
         kinds = sorted({str(violation.kind) for violation in report.violations})

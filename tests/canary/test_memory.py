@@ -130,6 +130,7 @@ def test_the_host_s_memory_is_bounded_over_many_requests(monkeypatch: pytest.Mon
     # What is remembered for reports is bounded at 2^16; here a smaller bound is reached sooner.
     monkeypatch.setattr("kvcanary_agent.canary.reporting._REMEMBERED", 64)
     monkeypatch.setattr("kvcanary_agent.canary.ownership._REMEMBERED_ENDED", 64)
+    monkeypatch.setattr("kvcanary_agent.canary.block_log._MAX_EVENTS", 64)
     toy = ToyEngine(blocks=12, settings={"content": "scrub"})
     serve(toy, 0, 150, own_namespaces=own_namespaces)
     device_bytes = bytes_kept(toy.canary)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcanary_agent.canary.violation import Kind, Violation
-from kvcanary_agent.telemetry.diagnosis import diagnose
+from kvcanary_agent.canary.violation import BlockEvent, Kind, Violation
+from kvcanary_agent.telemetry.diagnosis import Burst, Diagnosis, diagnose_burst
+from kvcanary_agent.telemetry.diagnosis import diagnose as diagnose_in
 from tests.telemetry.samples import changed_bytes, violation
+
+
+def diagnose(found: Violation, others: Iterable[Violation], parts: int = 8) -> Diagnosis:
+    """The diagnosis of ``found`` next to ``others``, in a pool with so many parts in a slot."""
+    return diagnose_in(found, Burst([*others, found], {"full": parts}))
+
 
 READER, WRITER = "req-reader", "req-writer"
 
@@ -36,12 +45,12 @@ def test_another_position_of_another_request_means_a_foreign_block() -> None:
 
 def test_another_position_of_its_own_means_a_stale_block_table() -> None:
     found = violation(Kind.POSITION, writer=READER, recorded_position=33)
-    assert diagnose(found, ()).cause == "block_table_stale_or_swapped"
+    assert diagnose(found, ()).cause == "block_table_swapped"
 
 
 @pytest.mark.parametrize("kind", [Kind.TOKEN, Kind.CHAIN])
 def test_other_tokens_of_its_own_mean_that_its_history_changed(kind: Kind) -> None:
-    assert diagnose(violation(kind, writer=READER), ()).cause == "history_changed"
+    assert diagnose(violation(kind, writer=READER), ()).cause == "rejected_tokens_kept"
 
 
 def test_a_slot_nobody_wrote_means_a_read_before_the_write() -> None:
@@ -63,7 +72,7 @@ def test_a_padded_row_that_writes_to_a_live_slot_is_named_so() -> None:
 
 def test_an_address_inside_the_pool_means_that_mapping_and_table_disagree() -> None:
     diagnosis = diagnose(violation(Kind.ADDRESS, expected="21"), ())
-    assert diagnosis.cause == "slot_mapping_disagrees_with_block_table"
+    assert diagnosis.cause == "slot_mapping_wrong"
     assert "slot 21" in diagnosis.sentence
 
 
@@ -73,7 +82,7 @@ def test_another_namespace_and_other_weights_are_named_so() -> None:
 
 
 def test_one_changed_part_of_one_slot_means_a_stray_write_and_names_layer_and_part() -> None:
-    diagnosis = diagnose(changed_bytes(), [violation(Kind.TOKEN), changed_bytes(step=3)])
+    diagnosis = diagnose(changed_bytes(), [violation(Kind.TOKEN)])
     assert diagnosis.cause == "stray_write"
     assert "layer model.layers.3.attn, part k" in diagnosis.sentence
 
@@ -89,11 +98,11 @@ def test_changes_in_several_blocks_mean_wrong_addresses() -> None:
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
-        (Kind.OWNERSHIP, "block_used_without_holding_it"),
+        (Kind.OWNERSHIP, "freed_while_in_use"),
         (Kind.WILD_WRITE, "write_outside_the_step"),
         (Kind.LOST_WRITE, "write_dropped"),
-        (Kind.NONFINITE, "nonfinite_values"),
-        (Kind.TRANSFER, "transfer_incomplete_or_too_late"),
+        (Kind.NONFINITE, "stray_write"),
+        (Kind.TRANSFER, "stray_write"),
         (Kind.INDEX, "prefix_index_wrong"),
         (Kind.RANK, "rank_divergence"),
     ],
@@ -150,6 +159,58 @@ def test_a_double_allocation_names_both_requests() -> None:
     assert f"{WRITER} still holds it" in diagnosis.sentence
 
 
-def test_a_wrong_position_in_a_block_that_the_request_holds_is_a_swap_though_another_wrote_it() -> None:
-    diagnosis = diagnose(violation(Kind.POSITION, held=True), ())
-    assert diagnosis.cause == "block_table_stale_or_swapped"
+def test_positions_that_are_exchanged_are_a_swap_though_another_wrote_them() -> None:
+    found = violation(Kind.POSITION, held=True, position=1, recorded_position=5)
+    other = violation(Kind.POSITION, held=True, slot=21, block=5, position=5, recorded_position=1)
+    assert diagnose(found, [other]).cause == "block_table_swapped"
+
+
+def test_one_wrong_position_in_a_shared_block_is_a_wrong_hit() -> None:
+    assert diagnose(violation(Kind.POSITION, held=True, recorded_position=5), ()).cause == "wrong_prefix_hit"
+
+
+def test_a_block_that_the_request_never_had_is_a_foreign_one() -> None:
+    found = violation(Kind.OWNERSHIP, block_history=(WRITER,), detail="the reading request does not hold the block")
+    assert diagnose(found, ()).cause == "foreign_block"
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"), [("shared", "published_before_written"), ("allocated", "read_before_write")]
+)
+def test_how_the_reader_got_a_block_tells_who_was_to_write_it(event: str, cause: str) -> None:
+    events = (BlockEvent(1, "allocated", WRITER), BlockEvent(3, event, READER))
+    found = violation(Kind.UNWRITTEN, writer=None, written_step=None, recorded_position=None, block_events=events)
+    assert diagnose(found, ()).cause == cause
+
+
+def test_all_parts_of_a_slot_and_an_earlier_owner_mean_a_late_write() -> None:
+    history = ("req-earlier", WRITER, READER)
+    found = [changed_bytes(layer=layer, part=part, block_history=history) for layer in "01" for part in "kv"]
+    assert diagnose_burst(found, {"full": 4}).cause == "late_write"
+    assert diagnose_burst(found, {"full": 8}).cause != "late_write"
+    assert "req-earlier" in diagnose_burst(found, {"full": 4}).sentence
+
+
+def test_the_same_bytes_in_several_slots_mean_that_nothing_arrived_there() -> None:
+    slots = [
+        violation(Kind.TRANSFER, layer=layer, part=part, slot=slot, found=f"{layer}{part}")
+        for layer in "01"
+        for part in "kv"
+        for slot in (16, 17)
+    ]
+    assert diagnose_burst(slots, {"full": 4}).cause == "transfer_incomplete"
+
+
+def test_what_comes_first_explains_what_follows() -> None:
+    twice = violation(Kind.OWNERSHIP, step=3, position=None, detail="freed although nobody holds it: double free")
+    later = violation(Kind.NAMESPACE, step=4)
+    assert diagnose_burst([twice, later], {}).cause == "double_free"
+    assert diagnose_burst([later, twice], {}).cause == "prefix_shared_across_namespaces"
+
+
+def test_what_the_model_computed_itself_is_no_stray_write() -> None:
+    assert diagnose(violation(Kind.NONFINITE, written_step=9), ()).cause == "nonfinite_values"
+    null_block = violation(
+        Kind.NONFINITE, request=None, writer=None, position=None, written_step=None, recorded_position=None
+    )
+    assert diagnose(null_block, ()).cause == "nonfinite_in_null_block"

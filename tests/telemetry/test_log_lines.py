@@ -8,7 +8,7 @@ import re
 import pytest
 
 from kvcanary_agent.canary.violation import Kind
-from kvcanary_agent.telemetry.diagnosis import diagnose
+from kvcanary_agent.telemetry.diagnosis import Burst, diagnose
 from kvcanary_agent.telemetry.log_lines import LINES, LINES_PER_PLACE, WINDOW_S, ViolationLines
 from tests.telemetry.conftest import StartChild
 from tests.telemetry.samples import changed_bytes, finish_pass, open_pool, violation
@@ -36,7 +36,7 @@ def lines(clock: Clock) -> ViolationLines:
 def write(lines: ViolationLines, times: int = 1, **changes: int) -> None:
     found = violation(Kind.TOKEN, **changes)
     for _ in range(times):
-        lines.write("demo", found, diagnose(found, ()), already_exported=False)
+        lines.write("demo", found, diagnose(found, Burst([found])), already_exported=False)
 
 
 def test_a_line_names_kind_engine_pool_block_requests_and_cause(

@@ -91,12 +91,12 @@ def test_a_report_that_fails_is_logged_once_and_the_next_one_goes_out(
     receiver: HttpOtlpReceiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from kvcanary_agent.telemetry import reporter
-    from kvcanary_agent.telemetry.diagnosis import diagnose
+    from kvcanary_agent.telemetry.diagnosis import Burst, diagnose
 
-    def fail_for_slot_17(found: object, recent: object) -> object:
+    def fail_for_slot_17(found: object, burst: object) -> object:
         if found == violation():
             raise RuntimeError("no idea")
-        return diagnose(violation(slot=18), ())
+        return diagnose(violation(slot=18), Burst([]))
 
     monkeypatch.setattr(reporter, "diagnose", fail_for_slot_17)
     telemetry, pool = open_pool()
