@@ -20,6 +20,8 @@ POSITION_FACTOR = 0x6A09E667F3BCC909
 FINALISER_1 = 0xBF58476D1CE4E5B9 - 2**64
 FINALISER_2 = 0x94D049BB133111EB - 2**64
 
+_MASK = (1 << 64) - 1
+
 _WORDS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,6 +42,15 @@ def mix(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         ordered prefix, and a prefix sum computes the chains of a whole prefill in parallel.
     """
     return _finalise(tokens.to(torch.int64) * TOKEN_FACTOR + positions.to(torch.int64) * POSITION_FACTOR)
+
+
+def mix_of(token: int, position: int) -> int:
+    """`mix` of one token at one position, in Python's numbers: a signed 64-bit one."""
+    x = token * TOKEN_FACTOR + position * POSITION_FACTOR & _MASK
+    x = (x ^ x >> 30) * FINALISER_1 & _MASK
+    x = (x ^ x >> 27) * FINALISER_2 & _MASK
+    x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x
 
 
 def chain_seed(namespace: str | None, epoch: int) -> int:

@@ -10,13 +10,24 @@ from functools import partial
 
 import torch
 
-from kvcanary_agent.canary import Canary, CheckCounts, ForwardStep, GroupStep, KVGroup, KVLayout, KVPart, Violation
+from kvcanary_agent.canary import (
+    Canary,
+    CheckCounts,
+    ForwardStep,
+    GroupStep,
+    KnownTokens,
+    KVGroup,
+    KVLayout,
+    KVPart,
+    Violation,
+)
 from kvcanary_agent.kernels.checks import Checks
 from kvcanary_agent.kernels.dispatch import checks_for
 from kvcanary_agent.kernels.hashing import as_words
 from kvcanary_agent.kernels.plan import Rows, Writes
 from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.ring import ViolationRing
+from kvcanary_agent.kernels.tuned import TunedChecks
 from kvcanary_agent.kernels.tuned.fingerprint import Fingerprinter
 from kvcanary_agent.settings import Content, Settings
 from tests.canary.toy import RecordingSink
@@ -76,6 +87,9 @@ class Batch:
         self.checks.enter(self.rows, self.writes, None, None, False)
 
     def verify(self) -> None:
+        """Look at every slot, also at those that were as they should be the last time."""
+        if isinstance(self.checks, TunedChecks):
+            self.checks._screen.forget()
         self.checks.verify_reads(self.rows, None, None)
 
     def gather(self) -> torch.Tensor:
@@ -176,19 +190,36 @@ class DecodeStep:
         content: Content,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        pages: bool = False,
     ) -> None:
+        """Compute the context of all rows.
+
+        Args:
+            rows, context, layers, heads, dim, block, content, dtype, device: Of the pool and of the requests.
+            pages: K and V apart in each head's page, K as ``[dim, block]`` and V as ``[block, dim]``, as vLLM's
+                attention on CPUs keeps them; otherwise side by side in each slot.
+        """
         per_row = -(-(context + 512) // block)
         data = torch.randn(layers, rows * per_row + 1, heads, block, 2 * dim, device=device, dtype=dtype)
+        if pages:
+            halves = data.view(layers, -1, heads, 2, block * dim)
+            k = halves[..., 0, :].view(layers, -1, heads, dim, block).permute(0, 1, 4, 2, 3)
+            v = halves[..., 1, :].view(layers, -1, heads, block, dim).transpose(2, 3)
+        else:
+            k, v = (data.transpose(2, 3)[..., half * dim :][..., :dim] for half in range(2))
         parts = tuple(
-            KVPart(layer=f"layers.{layer}", part=name, view=data[layer].transpose(1, 2)[..., half * dim :][..., :dim])
+            KVPart(layer=f"layers.{layer}", part=name, view=view[layer])
             for layer in range(layers)
-            for half, name in enumerate(("k", "v"))
+            for name, view in (("k", k), ("v", v))
         )
         group = KVGroup(name="full", block_size=block, parts=parts, null_block=0)
         self.sink = _Clock()
         self.canary = Canary(KVLayout(engine="benchmark", groups=(group,)), Settings(content=content), self.sink)
         self.data, self._block, self._rows, self._device = data, block, rows, device
+        self._views = k, v
         self._block_table = torch.arange(1, rows * per_row + 1, dtype=torch.int32, device=device).view(rows, per_row)
+        self._tokens = torch.arange(per_row * block, dtype=torch.int32, device=device).repeat(rows, 1) % 1000
+        self._requests = [f"request-{row}" for row in range(rows)]
         self._length = 0
         self.before(context)
         self.data += 1
@@ -202,12 +233,17 @@ class DecodeStep:
         self._slots = blocks, positions % self._block
         self.canary.before_forward(
             ForwardStep(
-                requests=[f"request-{row}" for row in range(self._rows)],
-                prefix_lens=torch.full((self._rows,), self._length, device=self._device),
-                query_offsets=torch.arange(0, self._rows * count + 1, count, device=self._device),
-                token_ids=positions % 1000,
+                requests=self._requests,
+                prefix_lens=torch.full((self._rows,), self._length, dtype=torch.int32, device=self._device),
+                query_offsets=torch.arange(0, self._rows * count + 1, count, dtype=torch.int32, device=self._device),
+                token_ids=(positions % 1000).to(torch.int32),
                 positions=positions,
                 groups=[GroupStep(block_table=self._block_table, write_slots=blocks * self._block + self._slots[1])],
+                known_tokens=KnownTokens(
+                    tokens=self._tokens,
+                    rows=torch.arange(self._rows, device=self._device),
+                    lengths=torch.full((self._rows,), self._length + count, device=self._device),
+                ),
             )
         )
         self._length += count
@@ -215,7 +251,8 @@ class DecodeStep:
     def after(self) -> None:
         """Write, then check what was written."""
         blocks, offsets = self._slots
-        self.data[:, blocks, :, offsets] += 1
+        for view in self._views:
+            view[:, blocks, offsets] += 1
         self.canary.after_forward()
 
     def __call__(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcanary_agent.kernels.fingerprints import byte_keys, segment_keys
-from kvcanary_agent.kernels.hashing import as_words, chain_seed, mix
+from kvcanary_agent.kernels.hashing import as_words, chain_seed, mix, mix_of
 from kvcanary_agent.kernels.reference.fingerprint import fingerprint
 
 MODULUS = 2**64
@@ -272,6 +272,7 @@ def test_longer_payloads_extend_the_keys_of_shorter_ones() -> None:
 def test_mix_is_the_finalised_combination_in_exact_arithmetic(pairs: list[tuple[int, int]]) -> None:
     tokens, positions = torch.tensor(pairs).T
     assert unsigned(mix(tokens, positions)) == [plain_mix(token, position) for token, position in pairs]
+    assert [mix_of(token, position) for token, position in pairs] == mix(tokens, positions).tolist()
 
 
 def test_mix_does_not_depend_on_the_integer_type() -> None:

@@ -14,6 +14,7 @@ from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.ring import ViolationRing
 
 from .content import ContentChecks
+from .few import few_writes
 from .reads import CleanReads, ReadScreen
 from .writes import enter_writes, writes_are_clean
 
@@ -30,7 +31,25 @@ class TunedChecks(Checks):
 
     @property
     def num_bytes(self) -> int:
-        return self._content.num_bytes
+        return self._screen.num_bytes + self._content.num_bytes
+
+    def enter(
+        self,
+        rows: Rows,
+        writes: Writes,
+        pad_slots: torch.Tensor | None,
+        null_block: int | None,
+        measure_before: bool,
+    ) -> Any:
+        few = few_writes(self.records, rows, writes) if pad_slots is None else None
+        if few is None:
+            return super().enter(rows, writes, pad_slots, null_block, measure_before)
+        if measure_before:
+            self._measure(writes.slots)
+        with self._screen.changes(writes.slots):
+            written = few.enter()
+        self.count("write", writes.slots.shape[0], 0)
+        return written
 
     def _check_writes(self, rows: Rows, writes: Writes) -> dict[Fault, int]:
         if writes_are_clean(self.records, rows, writes):
@@ -38,7 +57,8 @@ class TunedChecks(Checks):
         return super()._check_writes(rows, writes)
 
     def _enter_writes(self, rows: Rows, writes: Writes) -> tuple[Written, int]:
-        return enter_writes(self.records, rows, writes, self.ring, self.group)
+        with self._screen.changes(writes.slots.clamp(0, self.records.num_slots - 1)):
+            return enter_writes(self.records, rows, writes, self.ring, self.group)
 
     def _measure(self, slots: torch.Tensor) -> None:
         self._content.measure(slots)
@@ -57,8 +77,10 @@ class TunedChecks(Checks):
     def record_content(self, written: Written) -> None:
         if not written.slots.numel():
             return
-        for fault, counts in self._content.record(written).items():
-            self.count(fault.name.lower(), *counts)
+        with self._screen.changes(None):
+            counts = self._content.record(written)
+        for fault, of_fault in counts.items():
+            self.count(fault.name.lower(), *of_fault)
 
     def patrol(self, first_block: int, num_blocks: int, part: int, step: int) -> None:
         self.count("content", *self._content.patrol(first_block, num_blocks, part, step))

@@ -40,8 +40,10 @@ class ContentChecks:
             blocks = blocks.index_select(0, entries)
         if not blocks.numel():
             return 0, 0
-        mask = reads.live if isinstance(reads, CleanReads) else reads.sound
-        mask = mask if entries is None else mask.index_select(0, entries)
+        if isinstance(reads, CleanReads):
+            mask = reads.live(entries)
+        else:
+            mask = reads.sound if entries is None else reads.sound.index_select(0, entries)
         mask = self._comparable(blocks, None) & mask
 
         def owners(at: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,10 @@ class ContentChecks:
             return rows.owners[reads.rows[entry]]
 
         def positions(at: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-            return reads.positions[at if entries is None else entries[at], offset]
+            entry = at if entries is None else entries[at]
+            if isinstance(reads, CleanReads):
+                return reads.positions(entry).gather(1, offset[:, None]).view(-1)
+            return reads.positions[entry, offset]
 
         differing = self._differing(part, blocks, mask)
         if differing is None:
