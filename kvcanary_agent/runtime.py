@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcanary_agent.activation.patching import Around, owner_of, patch_method, unwrap_method
-from kvcanary_agent.canary import Canary, ForwardStep, KVCanaryError, KVLayout, Sink
+from kvcanary_agent.canary import AllocatorCanary, AllocatorLayout, Canary, ForwardStep, KVCanaryError, KVLayout, Sink
 from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "covered",
     "not_covered",
     "on_shut_down",
+    "open_allocator",
     "open_canary",
     "patch_class",
     "recorded_forward",
@@ -48,6 +49,7 @@ log = logging.getLogger("kvcanary_agent")
 _settings: Settings | None = None
 _telemetry: Telemetry | None = None
 _open: weakref.WeakValueDictionary[str, Canary] = weakref.WeakValueDictionary()
+_open_allocators: weakref.WeakValueDictionary[str, AllocatorCanary] = weakref.WeakValueDictionary()
 _shut_down_callbacks: list[Callable[[], None]] = []
 _already_said: set[tuple[str, str, str]] = set()
 
@@ -136,9 +138,32 @@ def _facts(layout: KVLayout) -> PoolFacts:
     return PoolFacts.of(layout)
 
 
-def _uniquely_named(layout: KVLayout) -> KVLayout:
+def open_allocator(layout: AllocatorLayout) -> AllocatorCanary | None:
+    """Start to follow an allocator.
+
+    Returns:
+        Its canary, or None if it could not be set up; then that has been reported and the engine goes on without.
+    """
+    try:
+        layout = _uniquely_named(layout)
+        sink = telemetry().open_pool(
+            engine=layout.engine, engine_version=layout.engine_version, pool=layout.pool, rank=0, world_size=1
+        )
+        canary = AllocatorCanary(layout, settings(), sink)
+        _open_allocators[layout.pool] = canary
+    except Exception as error:
+        not_covered(layout.engine, layout.pool, _described(error))
+        return None
+    covered(layout.engine, layout.pool)
+    return canary
+
+
+Layout = TypeVar("Layout", KVLayout, AllocatorLayout)
+
+
+def _uniquely_named(layout: Layout) -> Layout:
     name, number = layout.pool, 1
-    while layout.pool in _open:
+    while layout.pool in _open or layout.pool in _open_allocators:
         number += 1
         layout = dataclasses.replace(layout, pool=f"{name}-{number}")
     return layout
@@ -162,6 +187,7 @@ def shut_down() -> None:
         callback()
     for canary in list(_open.values()):
         close_canary(canary)
+    _open_allocators.clear()
     ended, _telemetry, _settings = _telemetry, None, None
     _already_said.clear()
     if ended is not None:

@@ -93,11 +93,9 @@ class Canary:
         """The allocator hands these blocks to a request as new: whatever their records say no longer counts."""
         if not blocks:
             return
-        self._records[group].block_generation[self._on_device(blocks)] += 1
+        self.recycled(blocks, group=group)
         self._logs[group].note(self._step, "allocated", request, blocks)
-        for block in blocks:
-            self._claims.pop((group, block), None)
-        if not self.layout.reports_ownership:
+        if not self._reporter.reports_ownership:
             self._ownership[group].remember(blocks, request)
             return
         self._misused(group, self._ownership[group].allocated(blocks, request))
@@ -105,7 +103,7 @@ class Canary:
     def shared(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
         """A prefix hit: the request takes one more reference to each of these blocks."""
         self._logs[group].note(self._step, "shared", request, blocks)
-        if self.layout.reports_ownership:
+        if self._reporter.reports_ownership:
             self._misused(group, self._ownership[group].shared(blocks, request))
 
     def freed(self, blocks: Sequence[int], *, group: int = 0, request: str | None = None, cached: bool = False) -> None:
@@ -118,7 +116,7 @@ class Canary:
             cached: The contents stay valid for a later `shared`.
         """
         self._logs[group].note(self._step, "cached" if cached else "freed", request, blocks)
-        if self.layout.reports_ownership:
+        if self._reporter.reports_ownership:
             ownership = self._ownership[group]
             misuses = ownership.freed(blocks, request, cached)
             void = ownership.unreadable(blocks)
@@ -155,6 +153,27 @@ class Canary:
         self._occupancy[group].all_returned()
         self._records[group].block_generation += 1
 
+    def recycled(self, blocks: Sequence[int], *, group: int = 0) -> None:
+        """The bytes of these blocks go to another group of layers, which shares them with this one."""
+        if blocks:
+            self._records[group].block_generation[self._on_device(blocks)] += 1
+            for block in blocks:
+                self._claims.pop((group, block), None)
+
+    def index_reset(self) -> None:
+        """The prefix index was emptied: no block that is free now may be shared any more."""
+        for records, ownership in zip(self._records, self._ownership, strict=True):
+            void = ownership.uncached()
+            if void:
+                records.block_generation[self._on_device(void)] += 1
+
+    def follow_ownership(self, told: bool) -> None:
+        """From now on the adapter tells of every block allocated, shared and freed, from a pool that is all free; or no
+        longer. Overrides the layout's ``reports_ownership``, for an adapter that learns it only when events arrive."""
+        self._reporter.reports_ownership = told
+        for ownership in self._ownership:
+            ownership.forget()
+
     def copied(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, group: int = 0) -> None:
         """The engine copies whole blocks (copy on write, defragmentation): their records travel along.
 
@@ -184,7 +203,7 @@ class Canary:
         until it is written anew.
         """
         self._logs[group].note(self._step, "loaded", request, blocks)
-        if self.layout.reports_ownership and request is not None:
+        if self._reporter.reports_ownership and request is not None:
             self._misused(group, self._ownership[group].loaded(blocks, request))
         at, records = self._on_device(blocks), self._records[group]
         if not self._stored[group].restore(key, at):
@@ -435,7 +454,7 @@ class Canary:
     def _held(self, index: int) -> torch.Tensor | None:
         if self.layout.reports_occupancy:
             return self._occupancy[index].held
-        return self._ownership[index].held if self.layout.reports_ownership else None
+        return self._ownership[index].held if self._reporter.reports_ownership else None
 
     def _enter_writes(self, index: int, rows: Rows, writes: Writes, group_step: GroupStep) -> Any:
         pad_slots = group_step.pad_slots

@@ -151,6 +151,13 @@ class Ownership:
             if (block := self._blocks.get(number)) and block.counted and not block.references and not block.cached
         ]
 
+    def uncached(self) -> list[int]:
+        """No free block is cached any more: those that were."""
+        void = [number for number, block in self._blocks.items() if block.cached and not block.references]
+        for block in self._blocks.values():
+            block.cached = False
+        return void
+
     def forget(self) -> None:
         """Nothing is known about any block any more, and nothing held."""
         self._blocks.clear()

@@ -93,6 +93,7 @@ class Reporter:
         sink: Sink,
         reveal_tokens: bool,
     ) -> None:
+        self.reports_ownership = layout.reports_ownership
         self._layout = layout
         self._ownership = ownership
         self._logs = logs
@@ -234,7 +235,7 @@ class Reporter:
         if self._layout.reports_occupancy:
             # A block in use may be anybody's.
             return False if fault is Fault.READ_NOT_HELD else None
-        if not self._layout.reports_ownership or fault not in _READ_FAULTS:
+        if not self.reports_ownership or fault not in _READ_FAULTS:
             return None
         # Of a read's faults, a block that is not held comes before those that remain.
         return fault is not Fault.READ_NOT_HELD

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from kvcanary_agent import runtime
+from kvcanary_agent.adapters.vllm.follower import AllocatorFollower
 from kvcanary_agent.adapters.vllm.pool import NULL_BLOCK, NotCovered, Pool
+from kvcanary_agent.adapters.vllm.weights import watch_weights
 from kvcanary_agent.canary.canary import Canary
 from kvcanary_agent.canary.layout import LayoutError
 
@@ -24,26 +26,43 @@ class AttachedRunner:
         canary: The pool's.
         part: What switches itself off if the agent fails in one of the runner's steps.
         pool: The pool, as `pool.describe_pool` has found it.
+        allocator: What the scheduler's process tells.
     """
 
     def __init__(self, runner: Any, pool: Pool, canary: Canary) -> None:
         self.canary = canary
         self.part = runtime.FailOpen("vllm", "model runner step")
         self.pool = pool
+        self.allocator = AllocatorFollower(canary, pool.group_ids)
         # Blocks of one id lie over the same bytes in every group, covered or not.
         self._block_sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
 
     def hand_out_blocks(self, scheduler_output: Any) -> None:
-        """Tell the canary which blocks the scheduler has given out as new, and which it has copied."""
-        for request, group_id, blocks in fresh_blocks(scheduler_output, self._block_sizes):
-            for index, covered in enumerate(self.pool.group_ids):
-                owner = request if covered == group_id else None
-                self.canary.allocated(blocks, group=index, request=owner)
+        """Tell the canary what the allocator has done, at least which blocks are new, and which were copied."""
+        if not self.allocator.apply(scheduler_output):
+            for request, group_id, blocks in fresh_blocks(scheduler_output, self._block_sizes):
+                for index, covered in enumerate(self.pool.group_ids):
+                    owner = request if covered == group_id else None
+                    self.canary.allocated(blocks, group=index, request=owner)
         copies = getattr(scheduler_output, "kv_cache_block_copies", None)
         if copies:
             sources, targets = zip(*copies, strict=True)
             for index in range(len(self.pool.group_ids)):
                 self.canary.copied(sources, targets, group=index)
+
+    def namespace_of(self, request: str, lora: Any) -> str | None:
+        """What, beside its tokens, the K/V of a request depends on, as vLLM's prefix cache distinguishes requests.
+
+        Multimodal inputs and prompts given as embeddings are not in it: what is before them may be shared.
+
+        Args:
+            request: Its id.
+            lora: Its ``LoRARequest``, or None.
+        """
+        salt = self.allocator.salts.get(request)
+        named = () if lora is None else ("lora", lora.lora_name, lora.lora_path)
+        salted = () if salt is None else ("salt", salt)
+        return ":".join((*named, *salted)) or None
 
 
 Attached = TypeVar("Attached", bound=AttachedRunner)
@@ -90,6 +109,7 @@ def initialize_kv_cache_watched(
             canary = runtime.open_canary(pool.layout)
             if canary is not None:
                 _attached[runner] = attach(runner, pool, canary)
+                watch_weights(runner.get_model(), canary)
     if runner not in _attached:
         export_coverage()
     return result
@@ -115,6 +135,14 @@ def pool_contents_lost(runner: Any) -> None:
     if attached is not None:
         with attached.part:
             attached.canary.reset()
+
+
+def weights_changed(runner: Any) -> None:
+    """The model of ``runner`` has other weights from now on."""
+    attached = attached_to(runner, AttachedRunner)
+    if attached is not None:
+        with attached.part:
+            attached.canary.weights_changed()
 
 
 def patch_runner(
@@ -186,8 +214,3 @@ def fresh_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> Iterator[
             fresh = [block for block in blocks[found:] if block != NULL_BLOCK]
             if fresh:
                 yield request, group_id, fresh
-
-
-def lora_namespace(lora: Any) -> str | None:
-    """The same as vLLM's prefix cache distinguishes adapters by; ``lora`` is its ``LoRARequest``, or None."""
-    return None if lora is None else f"lora:{lora.lora_name}:{lora.lora_path}"

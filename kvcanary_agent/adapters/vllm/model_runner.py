@@ -17,7 +17,6 @@ from kvcanary_agent.adapters.vllm.attached_runner import (
     around_shutdown,
     attached_to,
     initialize_kv_cache_watched,
-    lora_namespace,
     patch_runner,
 )
 from kvcanary_agent.adapters.vllm.pool import (
@@ -92,8 +91,8 @@ class AttachedV1Runner(AttachedRunner):
             )
         requests = tuple(batch.req_ids)
         namespaces = None
-        if runner.lora_config is not None:
-            namespaces = [lora_namespace(runner.requests[request].lora_request) for request in requests]
+        if runner.lora_config is not None or self.allocator.salts:
+            namespaces = [self.namespace_of(request, runner.requests[request].lora_request) for request in requests]
         return ForwardStep(
             requests=requests,
             prefix_lens=runner.num_computed_tokens[:rows],

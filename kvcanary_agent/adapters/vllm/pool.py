@@ -123,7 +123,7 @@ def describe_pool(source: PoolSource) -> Pool:
     rank, world_size = _tensor_parallel_rank()
     layout = KVLayout(
         engine="vllm",
-        engine_version=_version(),
+        engine_version=engine_version(),
         groups=tuple(groups),
         rank=rank,
         world_size=world_size,
@@ -253,7 +253,8 @@ def _tensor_parallel_rank() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-def _version() -> str:
+def engine_version() -> str:
+    """Of the vLLM in this process."""
     import vllm
 
     return str(vllm.__version__)

@@ -14,7 +14,6 @@ from kvcanary_agent.adapters.vllm.attached_runner import (
     around_shutdown,
     attached_to,
     initialize_kv_cache_watched,
-    lora_namespace,
     patch_runner,
 )
 from kvcanary_agent.adapters.vllm.pool import (
@@ -64,9 +63,9 @@ class AttachedV2Runner(AttachedRunner):
                 lengths=states.total_len.gpu[batch.idx_mapping],
             )
         namespaces = None
-        if runner.lora_config is not None:
+        if runner.lora_config is not None or self.allocator.salts:
             adapters = runner.lora_state.lora_requests
-            namespaces = [lora_namespace(adapters.get(request)) for request in batch.req_ids]
+            namespaces = [self.namespace_of(request, adapters.get(request)) for request in batch.req_ids]
         return ForwardStep(
             requests=tuple(batch.req_ids),
             prefix_lens=states.num_computed_tokens.gpu[batch.idx_mapping],

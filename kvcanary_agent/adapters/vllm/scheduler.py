@@ -1,0 +1,435 @@
+"""vLLM's scheduler process: the block pool's acts, checked there and sent to the workers.
+
+Written against vLLM 0.32; the methods and their parameters are checked before anything is patched. The pool does not
+know for whom it acts, its manager does: the manager's methods say which request the acts inside them are for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvcanary_agent import runtime
+from kvcanary_agent.activation.patching import Around
+from kvcanary_agent.adapters.vllm.attached_runner import unexpected_methods
+from kvcanary_agent.adapters.vllm.events import Action, BlockEvent, ExternalLoad, StepEvents, attach
+from kvcanary_agent.adapters.vllm.pool import engine_version
+from kvcanary_agent.canary.allocator import AllocatorCanary, AllocatorLayout
+
+# What the arounds below rely on: each method's leading parameters after self.
+_MANAGER = {
+    "allocate_slots": ("request", "num_new_tokens"),
+    "free": ("request",),
+    "pop_blocks_for_free": ("request",),
+    "remove_skipped_blocks": ("request_id",),
+}
+_POOL = {
+    "get_new_blocks": ("num_blocks",),
+    "touch": ("blocks",),
+    "free_blocks": ("ordered_blocks",),
+    "cache_full_blocks": ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
+    "reset_prefix_cache": (),
+}
+# Kinds of managers whose references are all taken and given back through the methods above. Those of other kinds move
+# blocks between tables in ways of their own.
+_FOLLOWED = frozenset(
+    {
+        "FullAttentionManager",
+        "SlidingWindowManager",
+        "ChunkedLocalAttentionManager",
+        "CrossAttentionManager",
+        "RSWAManager",
+        "SinkFullAttentionManager",
+    }
+)
+# A step compares so many blocks with the pool, whether or not anything happened to them: about 20 us. A pool of 100,000
+# blocks is compared every 1,563 steps, well within a minute of decoding.
+_AUDITED_BLOCKS = 64
+_UNKNOWN_GROUP = -1
+# More than any step brings: outputs are then made by a scheduler that does not go through the patched method.
+_MAX_WAITING = 1 << 16
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class WatchedPool:
+    """A block pool with its manager, and what the workers have not been told yet."""
+
+    def __init__(self, manager: Any, canary: AllocatorCanary) -> None:
+        self.canary = canary
+        self.part = runtime.FailOpen("vllm", "allocator")
+        self.request: str | None = None
+        """For whom the pool acts now."""
+        self._coordinator = manager.coordinator
+        self._pool = manager.coordinator.block_pool
+        self._group_of = [_UNKNOWN_GROUP] * self._pool.num_gpu_blocks
+        self._with_table: set[str] = set()
+        self._waiting: list[BlockEvent] = []
+        # Where in `_waiting` the acts are whose group is known only when the request's table is complete.
+        self._without_group: list[int] = []
+        self._external: list[ExternalLoad] = []
+        self._outputs = 0
+        self._audited = 0
+
+    # Acts of the pool
+
+    def allocated(self, blocks: Sequence[Any]) -> None:
+        numbers = [block.block_id for block in blocks]
+        self.canary.allocated(numbers, self.request, *_as_the_pool_has(blocks))
+        for number in numbers:
+            self._group_of[number] = _UNKNOWN_GROUP
+        if len(self._waiting) > _MAX_WAITING:
+            self._waiting.clear()
+            raise RuntimeError("no output of Scheduler.schedule has taken the events along")
+        self._without_group.append(len(self._waiting))
+        self._waiting.append(BlockEvent(Action.ALLOCATED, self.request, _UNKNOWN_GROUP, tuple(numbers)))
+
+    def shared(self, blocks: Iterable[Any]) -> None:
+        real = [block for block in blocks if not block.is_null]
+        self.canary.shared([block.block_id for block in real], self.request, *_as_the_pool_has(real))
+        if self.request is not None:
+            self._tell(Action.SHARED, self.request, real)
+
+    def freed(self, blocks: Iterable[Any]) -> None:
+        real = [block for block in blocks if not block.is_null and getattr(block, "pool", None) in (None, self._pool)]
+        self.canary.freed([block.block_id for block in real], self.request, *_as_the_pool_has(real))
+        if self.request is not None:
+            self._tell_freed(self.request, real)
+
+    def indexed(self, request: str, blocks: Iterable[Any]) -> None:
+        self.canary.indexed([block.block_id for block in blocks if block.block_hash is not None], request)
+
+    def index_reset(self) -> None:
+        self.canary.index_reset()
+        self._waiting.append(BlockEvent(Action.INDEX_RESET, None, _UNKNOWN_GROUP, ()))
+
+    # Acts of the manager
+
+    def table_ready(self, request: Any, new_blocks: Any) -> None:
+        """The request has the slots that it needs: its table is as the next step will use it."""
+        name = request.request_id
+        if name in self._with_table:
+            tables = new_blocks.blocks
+        else:
+            self._with_table.add(name)
+            tables = self._coordinator.get_blocks(name)
+            self._check_hits(request, tables)
+        if self._without_group:
+            for group, blocks in enumerate(tables):
+                for block in blocks:
+                    if not block.is_null:
+                        self._group_of[block.block_id] = group
+            for at in self._without_group:
+                event = self._waiting[at]
+                self._waiting[at] = dataclasses.replace(event, group=self._group_of[event.blocks[0]])
+            self._without_group.clear()
+
+    def loads(self, request: Any, first_token: int, tokens: int, asynchronous: bool) -> None:
+        """A connector will fill the blocks of ``tokens`` tokens of the request, whose table is ready."""
+        end = first_token + tokens
+        blocks = []
+        managers = self._coordinator.single_type_managers
+        for table, manager in zip(self._coordinator.get_blocks(request.request_id), managers, strict=True):
+            size = manager.block_size
+            blocks.append(tuple(block.block_id for block in table[first_token // size : -(-end // size)]))
+        self._external.append(ExternalLoad(request.request_id, first_token, tokens, tuple(blocks), asynchronous))
+
+    def table_dropped(self, request: str) -> None:
+        """The request gives back all that it holds."""
+        self._with_table.discard(request)
+
+    def given_up(self, blocks: Iterable[Any], request: str) -> None:
+        """The request is over, but its blocks return to the pool later, when no step writes to them any more."""
+        self._with_table.discard(request)
+        real = [block for block in blocks if not block.is_null]
+        self.canary.given_up([block.block_id for block in real], request)
+        self._tell_freed(request, real)
+
+    def copied_on_write(self, request: str, source: Any, target: Any) -> None:
+        """The request's table has ``target`` instead of ``source``; both are kept until the copy is made."""
+        self.canary.shared([target.block_id], None)
+        self.canary.given_up([source.block_id], request)
+        self._tell_freed(request, [source])
+
+    def _check_hits(self, request: Any, tables: Sequence[Sequence[Any]]) -> None:
+        """A request has a table for the first time: it holds every block in it, and has hit the right ones."""
+        name = request.request_id
+        key_of = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "make_block_hash_with_group_id", None)
+        for group, (blocks, manager) in enumerate(zip(tables, self._coordinator.single_type_managers, strict=True)):
+            self.canary.in_table([block.block_id for block in blocks if not block.is_null], name)
+            if key_of is None or manager.block_size != self._pool.hash_block_size:
+                continue  # several hashes to a block
+            for block, block_hash in zip(blocks, request.block_hashes, strict=False):
+                if block.block_hash is not None and block.block_hash != key_of(block_hash, group):
+                    self.canary.wrong_hit(block.block_id, name)
+
+    # What the workers are told
+
+    def send(self, scheduler_output: Any, requests: dict[str, Any]) -> None:
+        """Let everything that happened since the output before travel with this one."""
+        self._outputs += 1
+        events = StepEvents(number=self._outputs, blocks=self._waiting, external=self._external)
+        self._waiting, self._external = [], []
+        self._without_group.clear()
+        for new in scheduler_output.scheduled_new_reqs:
+            request = requests[new.req_id]
+            if request.cache_salt:
+                events.salts[new.req_id] = request.cache_salt
+            if request.trace_headers:
+                headers = {name.lower(): value for name, value in request.trace_headers.items()}
+                events.traces[new.req_id] = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+        attach(scheduler_output, events)
+
+    def audit(self) -> None:
+        """Compare some blocks, every block in turn, with what the pool has."""
+        blocks = self._pool.blocks[self._audited : self._audited + _AUDITED_BLOCKS]
+        self.canary.audit(
+            self._audited,
+            [block.ref_cnt for block in blocks],
+            [block.next_free_block is not None for block in blocks],
+        )
+        self.canary.balance(self._pool.get_num_free_blocks())
+        self._audited += len(blocks)
+        if self._audited == self._pool.num_gpu_blocks:
+            self._audited = 0
+
+    def _tell(self, action: Action, request: str, blocks: Iterable[Any]) -> None:
+        by_group: dict[int, list[int]] = {}
+        for block in blocks:
+            by_group.setdefault(self._group_of[block.block_id], []).append(block.block_id)
+        self._waiting.extend(BlockEvent(action, request, group, tuple(found)) for group, found in by_group.items())
+
+    def _tell_freed(self, request: str, blocks: Sequence[Any]) -> None:
+        self._tell(Action.FREED, request, [block for block in blocks if block.block_hash is None])
+        self._tell(Action.FREED_CACHED, request, [block for block in blocks if block.block_hash is not None])
+
+
+def _as_the_pool_has(blocks: Sequence[Any]) -> tuple[list[int], list[bool]]:
+    """Reference counters, and whether the prefix index has the blocks."""
+    return [block.ref_cnt for block in blocks], [block.block_hash is not None for block in blocks]
+
+
+# Weak, so that an engine that is dropped in-process takes its books with it. By manager and by pool.
+_watched: WeakKeyDictionary[Any, WatchedPool] = WeakKeyDictionary()
+runtime.on_shut_down(_watched.clear)
+
+
+def patch_block_pool(cls: type) -> None:
+    """Patch ``BlockPool``."""
+    _patch(
+        cls,
+        _POOL,
+        {
+            "get_new_blocks": _around_get_new_blocks,
+            "touch": _around_touch,
+            "free_blocks": _around_free_blocks,
+            "cache_full_blocks": _around_cache_full_blocks,
+            "reset_prefix_cache": _around_reset_prefix_cache,
+        },
+    )
+
+
+def patch_single_type_manager(cls: type) -> None:
+    """Patch ``SingleTypeKVCacheManager``; versions before copy on write have nothing there."""
+    if hasattr(cls, "_apply_cow"):
+        _patch(
+            cls,
+            {"_apply_cow": ("request_id", "block_idx", "source_block", "cow_block")},
+            {"_apply_cow": _around_apply_cow},
+        )
+
+
+def patch_manager(cls: type) -> None:
+    """Patch ``KVCacheManager``. The manager last: pools are watched only from where everything else is patched."""
+    _patch(
+        cls,
+        _MANAGER,
+        {
+            "allocate_slots": _around_allocate_slots,
+            "free": _around_free,
+            "pop_blocks_for_free": _around_pop_blocks_for_free,
+            "remove_skipped_blocks": _around_remove_skipped_blocks,
+            "__init__": _around_manager_init,
+        },
+    )
+
+
+def patch_scheduler(cls: type) -> None:
+    """Patch ``Scheduler``."""
+    _patch(cls, {"schedule": ()}, {"schedule": _around_schedule})
+
+
+_incomplete: set[str] = set()
+
+
+def _patch(cls: type, points: Mapping[str, tuple[str, ...]], arounds: Mapping[str, Around]) -> None:
+    problem = unexpected_methods(cls, points)
+    if problem is not None:
+        _incomplete.add(cls.__qualname__)
+        runtime.not_covered("vllm", "allocator", problem)
+    elif not runtime.patch_class("vllm", cls, arounds):
+        _incomplete.add(cls.__qualname__)
+
+
+def _around_manager_init(call: Callable[..., Any], manager: Any, /, *args: Any, **kwargs: Any) -> None:
+    call(*args, **kwargs)
+    with runtime.FailOpen("vllm", "allocator"):
+        _attach(manager)
+
+
+def _attach(manager: Any) -> None:
+    pool = manager.coordinator.block_pool
+    managers = manager.coordinator.single_type_managers
+    unknown = sorted({type(m).__name__ for m in managers} - _FOLLOWED)
+    if unknown or _incomplete or not managers:
+        if unknown:
+            runtime.not_covered("vllm", "allocator", f"blocks managed by {', '.join(unknown)}")
+        return
+    sizes = {m.block_size for m in managers}
+    canary = runtime.open_allocator(
+        AllocatorLayout(
+            engine="vllm",
+            engine_version=engine_version(),
+            num_blocks=pool.num_gpu_blocks,
+            block_size=sizes.pop() if len(sizes) == 1 else 0,
+            null_block=pool.null_block.block_id,
+        )
+    )
+    if canary is not None:
+        _watched[manager] = _watched[pool] = WatchedPool(manager, canary)
+
+
+def _around_allocate_slots(call: Callable[..., Any], manager: Any, request: Any, /, *args: Any, **kwargs: Any) -> Any:
+    watched = _watched.get(manager)
+    if watched is None or not watched.part.on:
+        return call(request, *args, **kwargs)
+    watched.request = request.request_id
+    try:
+        new_blocks = call(request, *args, **kwargs)
+    finally:
+        watched.request = None
+    if new_blocks is not None and watched.part.on:
+        with watched.part:
+            watched.table_ready(request, new_blocks)
+            loaded = kwargs.get("num_external_computed_tokens", 0)
+            if loaded:
+                first = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
+                watched.loads(request, first, loaded, kwargs.get("delay_cache_blocks", False))
+    return new_blocks
+
+
+def _around_free(call: Callable[..., Any], manager: Any, request: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return _on_behalf_of(request.request_id, manager, lambda: call(request, *args, **kwargs), gives_back_all=True)
+
+
+def _around_remove_skipped_blocks(
+    call: Callable[..., Any], manager: Any, request_id: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    return _on_behalf_of(request_id, manager, lambda: call(request_id, *args, **kwargs))
+
+
+def _on_behalf_of(request: str, manager: Any, act: Callable[[], Any], gives_back_all: bool = False) -> Any:
+    watched = _watched.get(manager)
+    if watched is None or not watched.part.on:
+        return act()
+    watched.request = request
+    try:
+        return act()
+    finally:
+        watched.request = None
+        if gives_back_all:
+            watched.table_dropped(request)
+
+
+def _around_pop_blocks_for_free(
+    call: Callable[..., Any], manager: Any, request: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    blocks = call(request, *args, **kwargs)
+    watched = _watched.get(manager)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            watched.given_up(blocks, request.request_id)
+    return blocks
+
+
+def _around_apply_cow(
+    call: Callable[..., Any],
+    manager: Any,
+    request_id: str,
+    block_idx: int,
+    source_block: Any,
+    cow_block: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    result = call(request_id, block_idx, source_block, cow_block, *args, **kwargs)
+    watched = _watched.get(manager.block_pool)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            watched.copied_on_write(request_id, source_block, cow_block)
+    return result
+
+
+def _around_get_new_blocks(call: Callable[..., Any], pool: Any, /, *args: Any, **kwargs: Any) -> Any:
+    blocks = call(*args, **kwargs)
+    watched = _watched.get(pool)
+    if watched is not None and watched.part.on and blocks:
+        with watched.part:
+            watched.allocated(blocks)
+    return blocks
+
+
+def _around_touch(call: Callable[..., Any], pool: Any, blocks: Any, /, *args: Any, **kwargs: Any) -> Any:
+    result = call(blocks, *args, **kwargs)
+    watched = _watched.get(pool)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            watched.shared(blocks)
+    return result
+
+
+def _around_free_blocks(call: Callable[..., Any], pool: Any, ordered_blocks: Any, /, *args: Any, **kwargs: Any) -> Any:
+    watched = _watched.get(pool)
+    if watched is None or not watched.part.on:
+        return call(ordered_blocks, *args, **kwargs)
+    # It may be an iterator, which the pool uses up.
+    blocks = list(ordered_blocks)
+    result = call(blocks, *args, **kwargs)
+    with watched.part:
+        watched.freed(blocks)
+    return result
+
+
+def _around_cache_full_blocks(
+    call: Callable[..., Any], pool: Any, /, request: Any, blocks: Any, num_cached_blocks: int, *args: Any, **kwargs: Any
+) -> Any:
+    result = call(request, blocks, num_cached_blocks, *args, **kwargs)
+    watched = _watched.get(pool)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            end = args[0] if args else kwargs["num_full_blocks"]
+            watched.indexed(request.request_id, blocks[num_cached_blocks:end])
+    return result
+
+
+def _around_reset_prefix_cache(call: Callable[..., Any], pool: Any, /, *args: Any, **kwargs: Any) -> Any:
+    done = call(*args, **kwargs)
+    watched = _watched.get(pool)
+    if done and watched is not None and watched.part.on:
+        with watched.part:
+            watched.index_reset()
+    return done
+
+
+def _around_schedule(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+    output = call(*args, **kwargs)
+    watched = _watched.get(scheduler.kv_cache_manager)
+    if watched is not None and watched.part.on:
+        with watched.part:
+            watched.send(output, scheduler.requests)
+            watched.audit()
+            watched.canary.step_finished()
+    return output
