@@ -87,19 +87,18 @@ class AllocatorCanary:
         """Blocks are handed out as new; whoever held one of them before has lost it."""
         self._checked += len(blocks)
         for at, block in enumerate(blocks):
-            if block == self.layout.null_block:
-                self._misused(block, request, None, "the null block was handed out")
-            if self._references[block]:
-                other = self._a_holder(block)
-                told = f"handed out while {other or 'somebody'} still holds it: double allocation"
-                self._misused(block, request, other, told)
-            else:
-                self._used += 1
+            held, other = self._references[block] > 0, self._a_holder(block)
+            self._used += not held
             self._references[block], self._cached[block] = 1, 0
             self._miscounted.discard(block)
             self._holders[block] = []
             if request is not None:
                 self._hold(block, request)
+            if block == self.layout.null_block:
+                self._misused(block, request, None, "the null block was handed out")
+            if held:
+                told = f"handed out while {other or 'somebody'} still holds it: double allocation"
+                self._misused(block, request, other, told)
             if indexed is not None and indexed[at]:
                 told = "handed out as new while the prefix index still promises its former contents"
                 self._misused(block, request, self._previous(block), told, Kind.INDEX)
