@@ -77,7 +77,7 @@ class Watched:
 
 
 class Engine:
-    """Runs `generate.py`."""
+    """Runs `generate.py`, or, given ``acts``, `allocator_traffic.py`."""
 
     def __init__(self, models: Path, folder: Path) -> None:
         self.models = models
@@ -108,19 +108,17 @@ class Engine:
         return Watched(result=result, receiver=receiver, output=output)
 
     def _program(self, options: dict[str, Any]) -> list[str | Path]:
-        model, v2 = options.pop("model", "llama"), options.pop("v2", False)
-        job = {
-            "engine": {**ENGINE, "model": str(self.models / model), **options},
-            "prompts": PROMPTS,
-            "max_tokens": MAX_TOKENS,
+        model, v2, acts = options.pop("model", "llama"), options.pop("v2", False), options.pop("acts", None)
+        job: dict[str, Any] = {"engine": {**ENGINE, "model": str(self.models / model), **options}}
+        if acts is not None:
+            job["acts"] = acts
+        else:
             # In the second round every prompt is in the prefix cache.
-            "rounds": 2,
-            "v2": v2,
-        }
+            job.update(prompts=PROMPTS, max_tokens=MAX_TOKENS, rounds=2, v2=v2)
         self._jobs += 1
         path = self._folder / f"job{self._jobs}.json"
         path.write_text(json.dumps(job))
-        return [HERE / "generate.py", path]
+        return [HERE / ("generate.py" if acts is None else "allocator_traffic.py"), path]
 
     @staticmethod
     def _environment(extra: dict[str, str] | None) -> dict[str, str]:

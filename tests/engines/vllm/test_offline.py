@@ -37,7 +37,8 @@ def test_healthy_requests_are_checked_and_answered_as_without_the_agent(
     assert run.receiver.latest("kvcanary.violations") is None
     for check in ("address", "unwritten", "position", "token", "chain"):
         assert passed_slots(run.receiver, check) >= 2 * READ_AT_LEAST, check
-    assert run.receiver.latest("kvcanary.coverage", kvcanary_subject="pool kv") == 1
+    for subject in ("pool kv", "allocator", "ownership"):
+        assert run.receiver.latest("kvcanary.coverage", kvcanary_subject=subject) == 1, subject
 
 
 @pytest.mark.parametrize(
