@@ -25,7 +25,7 @@ from .prefix_index import broken_entries
 from .reporting import Recent, Reporter
 from .schedule import Patrol, scrub_schedule
 from .step import ForwardStep, GroupStep
-from .transfers import StoredRecords
+from .transfers import StoredRecords, enter_foreign
 from .violation import CheckCounts, Kind, KVCanaryError, Sink, Violation
 
 RING_CAPACITY = 4096
@@ -196,22 +196,94 @@ class Canary:
         """A copy of these blocks to another tier begins: what their records say now is kept under ``key``."""
         self._stored[group].keep(key, self._on_device(blocks))
 
-    def loaded(self, key: Hashable, blocks: Sequence[int], *, group: int = 0, request: str | None = None) -> None:
+    def has_stored(self, key: Hashable, *, group: int = 0) -> bool:
+        """Whether `stored` has kept something under ``key`` that is not forgotten."""
+        return key in self._stored[group]
+
+    def loaded(
+        self,
+        key: Hashable,
+        blocks: Sequence[int],
+        *,
+        group: int = 0,
+        request: str | None = None,
+        complete: bool = True,
+    ) -> None:
         """What was stored under ``key`` is back, in these blocks: it must be what the kept records describe.
 
         Call it when the copy has completed. What came under a key that is not known, or not any more, is not judged
-        until it is written anew.
+        until it is written anew. A copy that goes on during the forward that reads it is told of twice: before the
+        forward with ``complete`` False, so that its tokens are known but no bytes are compared, and after it.
         """
         self._logs[group].note(self._step, "loaded", request, blocks)
         if self._reporter.reports_ownership and request is not None:
             self._misused(group, self._ownership[group].loaded(blocks, request))
+        at = self._on_device(blocks)
+        if self._stored[group].restore(key, at):
+            self._came_back(group, at, request, complete)
+        else:
+            self.arriving(blocks, group=group)
+
+    def arriving(self, blocks: Sequence[int], *, group: int = 0) -> None:
+        """A copy from another tier into these blocks is under way: nobody knows what they hold.
+
+        They are not judged before `loaded` or `adopted` tells of the copy's end, or they are written anew.
+        """
+        records = self._records[group]
+        records.generation.view(-1, records.block_size)[self._on_device(blocks)] = UNKNOWN
+        records.has_unknown = True
+
+    def adopted(
+        self,
+        blocks: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        request: str,
+        group: int = 0,
+        namespace: str | None = None,
+        fingerprints: torch.Tensor | None = None,
+        complete: bool = True,
+    ) -> None:
+        """K/V that another process has computed has arrived in these blocks, under a key that this one never stored.
+
+        Args:
+            blocks: Block numbers; all of their slots are filled.
+            tokens: What the blocks hold, from position 0 of the request on; as many as the blocks have slots.
+            request: For whom it came.
+            group: Which group of layers.
+            namespace: Of the request.
+            fingerprints: What `fingerprints` said of the blocks where they were stored: the bytes must be those.
+                None: the bytes are taken for right as they are now.
+            complete: As for `loaded`.
+        """
+        owner = self._reporter.number_of(request)
+        seed = self._reporter.seed_of(namespace, self._epoch)
         at, records = self._on_device(blocks), self._records[group]
-        if not self._stored[group].restore(key, at):
-            records.generation.view(-1, records.block_size)[at] = UNKNOWN
-            records.has_unknown = True
+        # Step 0 is that of slots which nobody has ever written, and the coming step's are those it writes itself.
+        self._step = max(1, self._step)
+        enter_foreign(records, at, self._on_device(tokens), seed=seed, owner=owner, step=self._step)
+        if fingerprints is not None:
+            records.fingerprints_by_block[:, at] = fingerprints.to(records.device)
+        elif complete:
+            self._checks[group].measure(at)
+        self._came_back(group, at, request, complete)
+
+    def fingerprints(self, blocks: Sequence[int], *, group: int = 0) -> torch.Tensor | None:
+        """``[parts, blocks, block_size]`` int64 of what was written to these blocks, for `adopted` in another process;
+        None if any of their slots was not written since the block was handed out, or is not fingerprinted yet."""
+        records, at = self._records[group], self._on_device(blocks)
+        current = records.generation.view(-1, records.block_size)[at] == records.block_generation[at][:, None]
+        if not bool((current & (records.fingerprinted.view(-1, records.block_size)[at] == 1)).all()):
+            return None
+        return records.fingerprints_by_block[:, at].cpu()
+
+    def _came_back(self, group: int, blocks: torch.Tensor, request: str | None, complete: bool) -> None:
+        if not complete:
+            records = self._records[group]
+            records.fingerprinted.view(-1, records.block_size)[blocks] = 0
             return
         owner = self._reporter.number_of(request) if request is not None else 0
-        self._checks[group].verify_transfer(at, owner, self._step)
+        self._checks[group].verify_transfer(blocks, owner, self._step)
         self._drain()
 
     def rolled_back(self, request: str, length: int) -> None:

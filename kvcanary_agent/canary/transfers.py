@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
+from kvcanary_agent.kernels.hashing import mix
 from kvcanary_agent.kernels.records import Records
 
 # How many times larger than the pool the other tiers may be. A record takes about 0.5 % of what it describes.
@@ -25,6 +26,9 @@ class StoredRecords:
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._on_device: OrderedDict[Hashable, None] = OrderedDict()
         self._slots = self._device_slots = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
 
     def keep(self, key: Hashable, blocks: torch.Tensor) -> None:
         """Remember the records of ``blocks``, ``[n]`` int64."""
@@ -86,3 +90,31 @@ class _Kept:
 
     def to(self, device: torch.device) -> _Kept:
         return _Kept([values.to(device) for values in self.values], self.prints.to(device))
+
+
+def enter_foreign(
+    records: Records, blocks: torch.Tensor, tokens: torch.Tensor, *, seed: int, owner: int, step: int
+) -> None:
+    """Record that ``blocks`` hold ``tokens`` from position 0 on, as if a step had written them; not their bytes.
+
+    Args:
+        records: Of the group.
+        blocks: ``[n]`` int64.
+        tokens: ``[n * block_size]`` int64.
+        seed: The chain before position 0.
+        owner, step: Of the write.
+    """
+    size = records.block_size
+    slots = (blocks[:, None] * size + torch.arange(size, device=blocks.device)).flatten()
+    positions = torch.arange(slots.shape[0], device=blocks.device)
+    added = mix(tokens, positions)
+    after = added.cumsum(0) + seed
+    records.token[slots] = tokens
+    records.position[slots] = positions.to(torch.int32)
+    records.owner[slots] = owner
+    records.step[slots] = step
+    records.seed[slots] = seed
+    records.chain[slots] = after - added
+    records.chain_after[slots] = after
+    records.generation[slots] = records.block_generation[blocks].repeat_interleave(size)
+    records.fingerprinted[slots] = 1

@@ -124,6 +124,11 @@ class Checks:
         """Compare what came back into ``blocks`` with the records that came along."""
         self.count("transfer", *reference.verify_transfer(self.records, blocks, owner, step, self.ring, self.group))
 
+    def measure(self, blocks: torch.Tensor) -> None:
+        """Fingerprint what is in ``blocks``, ``[n]`` int64, now, and take it for what was written."""
+        slots = blocks[:, None] * self.records.block_size + torch.arange(self.records.block_size, device=blocks.device)
+        self._measure(slots.flatten())
+
     def collect(self) -> None:
         """Count what is known of by now; for checks that the host does not wait for."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from kvcanary_agent import runtime
+from kvcanary_agent.adapters.vllm.connector import WatchedConnector, unwatch_connector, watch_connector
 from kvcanary_agent.adapters.vllm.follower import AllocatorFollower
 from kvcanary_agent.adapters.vllm.pool import NULL_BLOCK, NotCovered, Pool
 from kvcanary_agent.adapters.vllm.weights import watch_weights
@@ -27,6 +28,7 @@ class AttachedRunner:
         part: What switches itself off if the agent fails in one of the runner's steps.
         pool: The pool, as `pool.describe_pool` has found it.
         allocator: What the scheduler's process tells.
+        connector: What moves K/V from and to elsewhere; None if nothing does.
     """
 
     def __init__(self, runner: Any, pool: Pool, canary: Canary) -> None:
@@ -34,6 +36,9 @@ class AttachedRunner:
         self.part = runtime.FailOpen("vllm", "model runner step")
         self.pool = pool
         self.allocator = AllocatorFollower(canary, pool.group_ids)
+        self.connector: WatchedConnector | None = watch_connector(
+            runner.vllm_config, canary, pool.group_ids, self.namespace_of
+        )
         # Blocks of one id lie over the same bytes in every group, covered or not.
         self._block_sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
 
@@ -44,6 +49,8 @@ class AttachedRunner:
                 for index, covered in enumerate(self.pool.group_ids):
                     owner = request if covered == group_id else None
                     self.canary.allocated(blocks, group=index, request=owner)
+        if self.connector is not None:
+            self.connector.scheduled(scheduler_output, self.allocator.step)
         copies = getattr(scheduler_output, "kv_cache_block_copies", None)
         if copies:
             sources, targets = zip(*copies, strict=True)
@@ -119,6 +126,7 @@ def detach(runner: Any) -> None:
     """Let go of the pool of ``runner``: the records' views would keep it alive."""
     attached = _attached.pop(runner, None)
     if attached is not None:
+        unwatch_connector(attached.connector)
         with attached.part:
             runtime.close_canary(attached.canary)
 

@@ -25,7 +25,7 @@ from kvcanary_agent.adapters.vllm.pool import (
     PoolSource,
     describe_pool,
     has_block_table,
-    refuse_what_moves_blocks_unseen,
+    refuse_what_spreads_blocks,
     speculates_without_layers,
 )
 from kvcanary_agent.canary.canary import Canary
@@ -128,7 +128,7 @@ def _around_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args:
 def _describe(runner: Any) -> Pool:
     tables = runner.input_batch.block_table.block_tables
     context_parallel_ranks = max((table.dcp_world_size * table.pcp_world_size for table in tables), default=1)
-    refuse_what_moves_blocks_unseen(runner.vllm_config, context_parallel_ranks)
+    refuse_what_spreads_blocks(context_parallel_ranks)
     index = itertools.count()
     return describe_pool(
         PoolSource(

@@ -137,14 +137,12 @@ def has_block_table(group: Any) -> bool:
     return type(group.kv_cache_spec).__name__ != "EncoderOnlyAttentionSpec"
 
 
-def refuse_what_moves_blocks_unseen(vllm_config: Any, context_parallel_ranks: int) -> None:
-    """Refuse a configuration in which blocks are filled or spread in ways that the worker is not told of.
+def refuse_what_spreads_blocks(context_parallel_ranks: int) -> None:
+    """Refuse a configuration in which a worker does not hold all positions of its blocks.
 
     Raises:
         NotCovered: If it is one.
     """
-    if vllm_config.kv_transfer_config is not None:
-        raise NotCovered("a KV connector fills blocks without telling the worker which")
     if context_parallel_ranks > 1:
         raise NotCovered("context parallelism spreads the positions of a block over several ranks")
 

@@ -22,7 +22,7 @@ from kvcanary_agent.adapters.vllm.pool import (
     PoolSource,
     describe_pool,
     has_block_table,
-    refuse_what_moves_blocks_unseen,
+    refuse_what_spreads_blocks,
     speculates_without_layers,
 )
 from kvcanary_agent.canary.step import ForwardStep, GroupStep, KnownTokens
@@ -110,9 +110,7 @@ def _around_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args:
 def _describe(runner: Any) -> Pool:
     config = runner.vllm_config
     parallel = config.parallel_config
-    refuse_what_moves_blocks_unseen(
-        config, parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    )
+    refuse_what_spreads_blocks(parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size)
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
         raise NotCovered("a model that samples several tokens at once writes positions that are not final")
     return describe_pool(
