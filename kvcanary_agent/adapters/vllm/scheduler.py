@@ -301,7 +301,7 @@ def _attach(manager: Any) -> None:
         _watched[manager] = _watched[pool] = WatchedPool(manager, canary)
 
 
-def _around_allocate_slots(call: Callable[..., Any], manager: Any, request: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _around_allocate_slots(call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any) -> Any:
     watched = _watched.get(manager)
     if watched is None or not watched.part.on:
         return call(request, *args, **kwargs)
@@ -320,12 +320,12 @@ def _around_allocate_slots(call: Callable[..., Any], manager: Any, request: Any,
     return new_blocks
 
 
-def _around_free(call: Callable[..., Any], manager: Any, request: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _around_free(call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any) -> Any:
     return _on_behalf_of(request.request_id, manager, lambda: call(request, *args, **kwargs), gives_back_all=True)
 
 
 def _around_remove_skipped_blocks(
-    call: Callable[..., Any], manager: Any, request_id: str, /, *args: Any, **kwargs: Any
+    call: Callable[..., Any], manager: Any, /, request_id: str, *args: Any, **kwargs: Any
 ) -> Any:
     return _on_behalf_of(request_id, manager, lambda: call(request_id, *args, **kwargs))
 
@@ -344,7 +344,7 @@ def _on_behalf_of(request: str, manager: Any, act: Callable[[], Any], gives_back
 
 
 def _around_pop_blocks_for_free(
-    call: Callable[..., Any], manager: Any, request: Any, /, *args: Any, **kwargs: Any
+    call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     blocks = call(request, *args, **kwargs)
     watched = _watched.get(manager)
@@ -382,7 +382,7 @@ def _around_get_new_blocks(call: Callable[..., Any], pool: Any, /, *args: Any, *
     return blocks
 
 
-def _around_touch(call: Callable[..., Any], pool: Any, blocks: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _around_touch(call: Callable[..., Any], pool: Any, /, blocks: Any, *args: Any, **kwargs: Any) -> Any:
     result = call(blocks, *args, **kwargs)
     watched = _watched.get(pool)
     if watched is not None and watched.part.on:
@@ -391,7 +391,7 @@ def _around_touch(call: Callable[..., Any], pool: Any, blocks: Any, /, *args: An
     return result
 
 
-def _around_free_blocks(call: Callable[..., Any], pool: Any, ordered_blocks: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _around_free_blocks(call: Callable[..., Any], pool: Any, /, ordered_blocks: Any, *args: Any, **kwargs: Any) -> Any:
     watched = _watched.get(pool)
     if watched is None or not watched.part.on:
         return call(ordered_blocks, *args, **kwargs)
