@@ -14,6 +14,7 @@ from kvcanary_agent.canary.allocator import AllocatorCanary, AllocatorLayout
 from kvcanary_agent.canary.violation import CheckCounts, Kind, KVCanaryError, Sink, Violation
 from kvcanary_agent.settings import Settings
 from kvcanary_agent.telemetry.diagnosis import diagnose
+from kvcanary_agent.telemetry.diagnosis.burst import Burst
 
 BLOCKS = 8
 
@@ -65,7 +66,7 @@ def test_a_block_handed_out_twice_names_both_requests_and_the_cause(canary: Allo
     found = only(heard)
     assert (found.kind, found.block, found.slot, found.request, found.writer) == (Kind.OWNERSHIP, 3, 12, "b", "a")
     assert found.block_history == ("a", "b")
-    assert diagnose(found, ()).cause == "double_allocation"
+    assert diagnose(found, Burst([found])).cause == "double_allocation"
 
 
 def test_the_null_block_is_never_handed_out(canary: AllocatorCanary, heard: Heard) -> None:
@@ -90,7 +91,7 @@ def test_a_second_free_is_a_double_free(canary: AllocatorCanary, heard: Heard, a
 
     found = only(heard)
     assert (found.kind, found.request, found.writer) == (Kind.OWNERSHIP, again, "a")
-    assert diagnose(found, ()).cause == "double_free"
+    assert diagnose(found, Burst([found])).cause == "double_free"
 
 
 def test_a_reference_that_a_request_has_not_given_back_is_freed_by_nobody_else(

@@ -164,7 +164,7 @@ def double_allocation(driver: Driver) -> None:
 def missing_touch(driver: Driver) -> None:
     """A prefix hit takes no reference."""
     driver.ask("cached", prompt_of(37, 3))
-    untouched = []
+    untouched: list[Any] = []
     driver.pool.touch = untouched.extend
     driver.add("missing_touch", prompt_of(37, 3))
     driver.step()

@@ -2,7 +2,7 @@
 
 Engines of the same model take turns in this one process, so that whatever else the machine does hits all of them alike:
 one without the agent, one with its default settings, one that compares every byte at every step. Prints how many tokens
-each decodes and prefills per second, medians over the rounds, and the median of their ratios to those without the agent.
+each decodes and prefills per second, medians over the rounds, and the median of their ratios to those without.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from tests.engines.vllm.harness import Engine, Watched, checked
 from tests.otlp_receiver import OtlpReceiver
 
 # A little more than one long conversation: most of a crowd is preempted.
-SMALL_POOL = {"num_gpu_blocks_override": 65}
+SMALL_POOL: dict[str, Any] = {"num_gpu_blocks_override": 65}
 HEALTHY = ["healthy", "crowded"]
 FAULTS = ["stale_weights", "forgotten_salt", "wrong_hit", "double_free", "double_allocation", "missing_touch"]
 
