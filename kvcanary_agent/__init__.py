@@ -111,7 +111,7 @@ class TargetFinder:
                     self._watch = _execute("activation/notifying_loader.py").watch
                 self._watch(spec, self._on_import)
             except Exception as error:
-                _complain(f"{name} is not watched: {type(error).__name__}: {error}")
+                complain(f"{name} is not watched: {type(error).__name__}: {error}")
         return spec
 
     def _find_behind(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
@@ -148,7 +148,7 @@ def _execute(file: str) -> "Any":
     return module
 
 
-def _complain(reason: str) -> None:
+def complain(reason: str) -> None:
     """One line on standard error, where the log cannot be had: whoever comes here may hold the import lock."""
     try:
         sys.stderr.write(f"kvcanary-agent: {reason}\n")

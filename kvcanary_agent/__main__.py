@@ -15,6 +15,18 @@ def _run(arguments: list[str]) -> int:
     return launcher.main(arguments)
 
 
+def _enable(arguments: list[str]) -> int:
+    from kvcanary_agent.activation import site_door
+
+    return site_door.enable(arguments)
+
+
+def _disable(arguments: list[str]) -> int:
+    from kvcanary_agent.activation import site_door
+
+    return site_door.disable(arguments)
+
+
 def _demo(arguments: list[str]) -> int:
     from kvcanary_agent.demo import command
 
@@ -34,6 +46,8 @@ def _faults(arguments: list[str]) -> int:
 # Each imports what it needs when it is chosen, and this file nothing: `run` must not wait.
 COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
     "run": (_run, "run a program with the agent in it"),
+    "enable": (_enable, "load the agent in every process of this Python environment"),
+    "disable": (_disable, "take that back"),
     "demo": (_demo, "see the agent catch a corrupted KV cache"),
     "faults": (_faults, "run fault cases on an embedded pool"),
 }

@@ -7,7 +7,7 @@ The user waits for two starts of Python, so this one imports nothing that the in
 `signal` and `shutil` alone would take half as long as the interpreter itself.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # typeshed knows it as signal
 import os
 import sys
 

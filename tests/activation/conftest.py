@@ -7,6 +7,10 @@ import pytest
 from tests.activation.processes import ADAPTER, ENGINE, Processes
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-matrix", action="store_true", help="every case of tests/activation/test_matrix.py")
+
+
 @pytest.fixture
 def processes(tmp_path: pathlib.Path) -> Processes:
     return Processes(tmp_path)
