@@ -27,8 +27,18 @@ class SiteDoorError(Exception):
     """The door cannot be opened or closed; the message says why, and what to do instead."""
 
 
+_started = False
+
+
 def start() -> None:
-    """Install the agent, unless ``KVCANARY_ENABLED`` is off; a failure is one line, and the program runs."""
+    """Install the agent, unless ``KVCANARY_ENABLED`` is off; a failure is one line, and the program runs.
+
+    Only the first call does anything: in a virtual environment Python goes through the site-packages twice.
+    """
+    global _started
+    if _started:
+        return
+    _started = True
     value = os.environ.get("KVCANARY_ENABLED", "").strip().lower()
     if value in ("0", "false", "no", "off"):
         return
@@ -132,9 +142,7 @@ def _is_ours(path: str) -> bool:
     except (OSError, ValueError):
         ours = False
     if not ours:
-        raise SiteDoorError(
-            f"{path} exists and is not from kvcanary-agent enable; it stays as it is: move it away first"
-        )
+        raise SiteDoorError(f"{path} is not from kvcanary-agent enable; it stays as it is: move it away first")
     return True
 
 
