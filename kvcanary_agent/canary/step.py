@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,14 @@ class GroupStep:
         write_slots: ``[tokens]`` integer: the slot that each new token is written to; -1 if the write is skipped.
         pad_slots: ``[any]`` integer: slots that padded rows beyond the batch will write to. Legal are -1 and slots
             of the null block.
+        store_table: Puts what ``block_table`` says into the table that the engine reads, where that is not the same
+            memory; for drills, which damage it. None where it is the same, or where that cannot be done.
     """
 
     block_table: torch.Tensor
     write_slots: torch.Tensor
     pad_slots: torch.Tensor | None = None
+    store_table: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

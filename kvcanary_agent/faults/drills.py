@@ -95,6 +95,7 @@ class DrillingCanary(Canary):
             one, two = self._random.sample(columns, 2)
             table = step.groups[index].block_table
             table[row, one], table[row, two] = table[row, two].clone(), table[row, one].clone()
+            self._store_table(step, index)
             return f"entries {one} and {two} of the block table of {step.requests[row]} swapped"
         return None
 
@@ -109,6 +110,7 @@ class DrillingCanary(Canary):
                     continue
                 column, source = self._random.choice(columns), self._random.choice(foreign)
                 table[row, column] = table[other, source].clone()
+                self._store_table(step, index)
                 return (
                     f"entry {column} of the block table of {step.requests[row]} now names block "
                     f"{int(table[row, column])} of {step.requests[other]}"
@@ -144,6 +146,12 @@ class DrillingCanary(Canary):
 
         self._undo_write = undo
         return f"the write to slot {slot} (block {block}) will not land"
+
+    @staticmethod
+    def _store_table(step: ForwardStep, group: int) -> None:
+        store = step.groups[group].store_table
+        if store is not None:
+            store()
 
     # What a step offers
 

@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -79,6 +79,8 @@ class WatchedRunner:
 # Weak, so that an engine that is dropped in-process takes its records with it.
 _watched: WeakKeyDictionary[Any, WatchedRunner] = WeakKeyDictionary()
 runtime.on_shut_down(_watched.clear)
+_waiting_for_memory: WeakSet[Any] = WeakSet()
+runtime.on_shut_down(_waiting_for_memory.clear)
 
 
 def patch_model_runner(cls: type) -> None:
@@ -131,12 +133,20 @@ def _unexpected(cls: type) -> str | None:
 
 def _around_init_pool(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
+    if getattr(runner.token_to_kv_pool, "post_capture_active", False):
+        # Its memory is mapped, and its size settled, only when the graphs are captured.
+        _waiting_for_memory.add(runner)
+        return result
+    _try_to_attach(runner)
+    return result
+
+
+def _try_to_attach(runner: Any) -> None:
     with runtime.FailOpen("sglang", "description of the KV pool"):
         _attach(runner)
     if runner not in _watched:
         with runtime.FailOpen("sglang", "telemetry"):
             runtime.telemetry().exporting()
-    return result
 
 
 def _around_init_new(
@@ -169,6 +179,9 @@ def _around_weight_update(call: Callable[..., Any], updater: Any, /, *args: Any,
 
 
 def _around_forward(call: Callable[..., Any], runner: Any, /, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if runner in _waiting_for_memory:
+        _waiting_for_memory.discard(runner)
+        _try_to_attach(runner)
     watched = _watched.get(runner)
     if watched is None or not watched.part.on or not is_step(forward_batch):
         return call(forward_batch, *args, **kwargs)

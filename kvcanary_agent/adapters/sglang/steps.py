@@ -17,8 +17,8 @@ _EXTENDS = frozenset({"EXTEND", "MIXED"})
 
 
 def is_step(batch: Any) -> bool:
-    """Whether anything is computed: an idle rank only takes part in collectives."""
-    return batch.forward_mode.name not in _NO_STEPS and batch.batch_size > 0
+    """Whether anything is computed for a request: an idle rank only takes part in collectives."""
+    return batch.forward_mode.name not in _NO_STEPS and bool(batch.rids)
 
 
 def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], histories: Histories) -> ForwardStep:
@@ -48,10 +48,7 @@ def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], 
     else:
         raise NotCovered(f"steps of the mode {mode}")
     table = _token_table(runner, batch)
-    groups = [
-        _group_step(group, *_slots_of_group(runner, pool, index, table, batch.out_cache_loc), prefix_lens, lengths)
-        for index, group in enumerate(pool.layout.groups)
-    ]
+    groups = [_group_step(runner, pool, index, batch, table, prefix_lens) for index in range(len(pool.layout.groups))]
     known = None
     if requests and [request.rid for request in requests] == batch.rids:
         known = histories.known_tokens(requests)
@@ -75,22 +72,31 @@ def _token_table(runner: Any, batch: Any) -> torch.Tensor:
     return table[:, : -(-longest // size) * size].index_select(0, batch.req_pool_indices)
 
 
-def _slots_of_group(
-    runner: Any, pool: Pool, index: int, table: torch.Tensor, write_slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table and the slots of the new tokens in a group's own slots; -1 where a new token is not kept."""
-    if index != pool.sliding:
-        return table, write_slots
-    mapping = runner.token_to_kv_pool.full_to_swa_index_mapping
-    slots = mapping[write_slots]
-    # Slot 0 stands for a token that has left the window, or was never in it.
-    return mapping[table], torch.where(slots > 0, slots, -1)
-
-
 def _group_step(
-    group: KVGroup, table: torch.Tensor, write_slots: torch.Tensor, prefix_lens: torch.Tensor, lengths: torch.Tensor
+    runner: Any, pool: Pool, index: int, batch: Any, table: torch.Tensor, prefix_lens: torch.Tensor
 ) -> GroupStep:
-    return GroupStep(block_table=pages_of(group, table, prefix_lens, lengths), write_slots=write_slots)
+    group = pool.layout.groups[index]
+    if index != pool.sliding:
+        pages = pages_of(group, table, prefix_lens, batch.seq_lens)
+        return GroupStep(
+            block_table=pages,
+            write_slots=batch.out_cache_loc,
+            store_table=lambda: _store(runner, batch, pages, group.block_size),
+        )
+    mapping = runner.token_to_kv_pool.full_to_swa_index_mapping
+    slots = mapping[batch.out_cache_loc]
+    return GroupStep(
+        block_table=pages_of(group, mapping[table], prefix_lens, batch.seq_lens),
+        # Slot 0 stands for a token that has left the window, or was never in it.
+        write_slots=torch.where(slots > 0, slots, -1),
+    )
+
+
+def _store(runner: Any, batch: Any, pages: torch.Tensor, page_size: int) -> None:
+    """Put a table of pages into the engine's table of tokens."""
+    slots = (pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
+    table = runner.req_to_token_pool.req_to_token
+    table[batch.req_pool_indices, : slots.shape[1]] = slots.to(table.dtype)
 
 
 def pages_of(group: KVGroup, table: torch.Tensor, prefix_lens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
