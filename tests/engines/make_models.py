@@ -109,7 +109,8 @@ def _recipe(name: str) -> tuple[Any, Any]:
             # What makes SGLang give the sliding layers a pool of their own.
             is_hybrid_swa=True,
             hybrid_layer_pattern=[1, 0] * 2,
-            **small,
+            # The engine works the heads' width out from that of the model.
+            **{**small, "head_dim": 16},
         )
         return transformers.Olmo3ForCausalLM, config
     if name == "deepseek_mla":

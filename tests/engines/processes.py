@@ -41,7 +41,9 @@ class Process:
         """Close the program's standard input, wait until it and its children have ended: everything it printed."""
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
-        self.popen.stdin.close()
+        # What was not read by a program that has died does not matter any more.
+        with contextlib.suppress(BrokenPipeError):
+            self.popen.stdin.close()
         watchdog = threading.Timer(TIMEOUT_S, self.popen.kill)
         watchdog.start()
         self.output.extend(self.popen.stdout)

@@ -62,12 +62,9 @@ class FaultyEngine:
         return [found.attributes for found in session.violations[before:]]
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=["token_by_token", "pages"])
-def faulty_engine(
-    request: pytest.FixtureRequest, engine: Engine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FaultyEngine]:
-    folder = tmp_path_factory.mktemp("faults")
-    environment = {
+def injecting(folder: Path, **environment: str) -> dict[str, str]:
+    """The environment in which `fault_injector.py` takes requests in a folder."""
+    return {
         "KVCANARY_ADAPTERS": f"sglang,{HERE / 'fault_injector.py'}",
         "KVCANARY_CONTENT": "full",
         "KVCANARY_SWEEP_SLOTS_PER_STEP": "4096",
@@ -75,8 +72,16 @@ def faulty_engine(
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
         "FAULT_REQUEST": str(folder / "request"),
         "FAULT_REPORT": str(folder / "report"),
+        **environment,
     }
-    with engine.session(agent=True, environment=environment, page_size=request.param) as session:
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=["token_by_token", "pages"])
+def faulty_engine(
+    request: pytest.FixtureRequest, engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultyEngine]:
+    folder = tmp_path_factory.mktemp("faults")
+    with engine.session(agent=True, environment=injecting(folder), page_size=request.param) as session:
         yield FaultyEngine(session, folder)
 
 
@@ -193,3 +198,16 @@ def test_a_change_of_weights_that_empties_the_cache_is_not_reported(
     faulty_engine: FaultyEngine, engine: Engine
 ) -> None:
     assert faulty_engine.after_new_weights(str(engine.models / "llama"), flush=True) == []
+
+
+def test_in_raise_mode_the_engine_ends_without_an_answer_and_says_why(engine: Engine, tmp_path: Path) -> None:
+    environment = injecting(tmp_path, KVCANARY_MODE="raise")
+    with engine.session(agent=True, environment=environment) as session:
+        (tmp_path / "request").write_text(json.dumps({"kind": "flip_bit", "layer": 0, "part": "k"}))
+
+        with pytest.raises(AssertionError, match="no line with 'RESULT '"):
+            session.generate(PROMPTS)
+
+        # The scheduler is killed: what it had to say has left it before.
+        session.wait_for(lambda receiver: receiver.events("kvcanary.violation"))
+        assert "KVCanaryError" in session.process.finish()
