@@ -32,6 +32,10 @@ def test_runs_of_a_page_are_that_page_whatever_stands_behind_the_last_token() ->
     assert pages([[8, 9, 10, 11, 20, 21, 99, 5]], [6]) == [[2, 5]]
 
 
+def test_a_table_may_end_within_a_page() -> None:
+    assert pages([[8, 9, 10, 11, 20, 21]], [6]) == [[2, 5]]
+
+
 @pytest.mark.parametrize(
     "run",
     [

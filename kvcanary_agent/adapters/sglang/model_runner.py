@@ -6,10 +6,9 @@ Written against SGLang 0.5.23; the methods and their parameters are checked befo
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
@@ -48,12 +47,12 @@ class WatchedRunner:
         with torch.inference_mode(False):
             self._histories = Histories(canary.layout.device)
         self._audited = 0
-        self._batch: weakref.ref[Any] | None = None
-        self._requests: Sequence[Any] = ()
+        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
-    def remember(self, batch: Any, requests: Sequence[Any]) -> None:
-        """A ``ForwardBatch`` was made of these requests of the scheduler."""
-        self._batch, self._requests = weakref.ref(batch), requests
+    def remember(self, requests: Sequence[Any]) -> None:
+        """A batch is being made of these requests of the scheduler."""
+        for request in requests:
+            self._requests[request.rid] = request
 
     def weights_changed(self) -> None:
         """The steps from the next one on use other weights."""
@@ -71,7 +70,9 @@ class WatchedRunner:
     def describe_step(self, runner: Any, batch: Any) -> ForwardStep:
         """What happened to the pool since the last step, and the step itself."""
         self._events.apply(self.canary)
-        requests = self._requests if self._batch is not None and self._batch() is batch else ()
+        requests = [self._requests.get(request) for request in batch.rids]
+        if None in requests:
+            raise NotCovered("a batch of requests that the scheduler did not make")
         with torch.inference_mode(False):
             return describe_step(runner, self._pool, batch, requests, self._histories)
 
@@ -156,7 +157,7 @@ def _around_init_new(
     watched = _watched.get(model_runner)
     if watched is not None and watched.part.on:
         with watched.part:
-            watched.remember(made, list(batch.reqs))
+            watched.remember(batch.reqs)
     return made
 
 

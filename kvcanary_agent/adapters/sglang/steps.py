@@ -31,7 +31,7 @@ def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], 
         runner: The engine's ``ModelRunner``.
         pool: Its pool.
         batch: The ``ForwardBatch``.
-        requests: The scheduler's requests of the batch, in order; empty if not known.
+        requests: The scheduler's requests of the batch, in order.
         histories: The tokens known so far.
 
     Raises:
@@ -49,9 +49,6 @@ def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], 
         raise NotCovered(f"steps of the mode {mode}")
     table = _token_table(runner, batch)
     groups = [_group_step(runner, pool, index, batch, table, prefix_lens) for index in range(len(pool.layout.groups))]
-    known = None
-    if requests and [request.rid for request in requests] == batch.rids:
-        known = histories.known_tokens(requests)
     return ForwardStep(
         requests=batch.rids,
         prefix_lens=prefix_lens,
@@ -59,8 +56,8 @@ def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], 
         token_ids=batch.input_ids,
         positions=batch.positions,
         groups=groups,
-        known_tokens=known,
-        namespaces=[_namespace(request) for request in requests] if known is not None else None,
+        known_tokens=histories.known_tokens(requests),
+        namespaces=[_namespace(request) for request in requests],
     )
 
 
@@ -114,6 +111,8 @@ def pages_of(group: KVGroup, table: torch.Tensor, prefix_lens: torch.Tensor, len
     size = group.block_size
     if size == 1:
         return table
+    # The table of the longest possible request need not end with a page.
+    table = torch.nn.functional.pad(table, (0, -table.shape[1] % size))
     by_page = table.view(table.shape[0], -1, size)
     positions = torch.arange(table.shape[1], device=table.device).view(-1, size)
     in_use = positions < lengths[:, None, None]

@@ -1,7 +1,8 @@
 """An adapter that lets the canary that SGLang brings along start on a CPU.
 
 Used as ``KVCANARY_ADAPTERS=sglang,/path/to/this/file``. That canary copies its results to the host on a CUDA stream of
-its own; here they are there already.
+its own, and checks the order of its own calls with a kernel; here the results are there already, and the calls are
+taken to be in order.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 targets = (
+    "sglang.srt.utils.phase_checker",
     "sglang.srt.kv_canary.runner.canary_manager",
     "sglang.srt.kv_canary.runner.future_tensor",
 )
@@ -21,6 +23,9 @@ def patch(module: ModuleType) -> None:
     """Do without streams and events."""
     if module.__name__.endswith("canary_manager"):
         module.create_device_stream = lambda device: None  # type: ignore[attr-defined]
+        return
+    if module.__name__.endswith("phase_checker"):
+        module.SimplePhaseChecker.update = lambda self, **kwargs: None
         return
     futures = module.FutureTensors
 
