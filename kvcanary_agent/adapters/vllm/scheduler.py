@@ -20,12 +20,9 @@ from kvcanary_agent.adapters.vllm.pool import engine_version
 from kvcanary_agent.canary.allocator import AllocatorCanary, AllocatorLayout
 
 # What the arounds below rely on: each method's leading parameters after self.
-_MANAGER = {
-    "allocate_slots": ("request", "num_new_tokens"),
-    "free": ("request",),
-    "pop_blocks_for_free": ("request",),
-    "remove_skipped_blocks": ("request_id",),
-}
+_MANAGER = {"allocate_slots": ("request", "num_new_tokens"), "free": ("request",)}
+# Not every version has these; what they do then happens inside the others.
+_MANAGER_IF_THERE = {"pop_blocks_for_free": ("request",), "remove_skipped_blocks": ("request_id",)}
 _POOL = {
     "get_new_blocks": ("num_blocks",),
     "touch": ("blocks",),
@@ -33,6 +30,7 @@ _POOL = {
     "cache_full_blocks": ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
     "reset_prefix_cache": (),
 }
+_SINGLE_TYPE_MANAGER_IF_THERE = {"_apply_cow": ("request_id", "block_idx", "source_block", "cow_block")}
 # Kinds of managers whose references are all taken and given back through the methods above. Those of other kinds move
 # blocks between tables in ways of their own.
 _FOLLOWED = frozenset(
@@ -159,7 +157,7 @@ class WatchedPool:
         key_of = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "make_block_hash_with_group_id", None)
         for group, (blocks, manager) in enumerate(zip(tables, self._coordinator.single_type_managers, strict=True)):
             self.canary.in_table([block.block_id for block in blocks if not block.is_null], name)
-            if key_of is None or manager.block_size != self._pool.hash_block_size:
+            if key_of is None or manager.block_size != getattr(self._pool, "hash_block_size", None):
                 continue  # several hashes to a block
             for block, block_hash in zip(blocks, request.block_hashes, strict=False):
                 if block.block_hash is not None and block.block_hash != key_of(block_hash, group):
@@ -218,59 +216,47 @@ runtime.on_shut_down(_watched.clear)
 
 def patch_block_pool(cls: type) -> None:
     """Patch ``BlockPool``."""
-    _patch(
-        cls,
-        _POOL,
-        {
-            "get_new_blocks": _around_get_new_blocks,
-            "touch": _around_touch,
-            "free_blocks": _around_free_blocks,
-            "cache_full_blocks": _around_cache_full_blocks,
-            "reset_prefix_cache": _around_reset_prefix_cache,
-        },
-    )
+    _patch(cls, _POOL)
 
 
 def patch_single_type_manager(cls: type) -> None:
-    """Patch ``SingleTypeKVCacheManager``; versions before copy on write have nothing there."""
-    if hasattr(cls, "_apply_cow"):
-        _patch(
-            cls,
-            {"_apply_cow": ("request_id", "block_idx", "source_block", "cow_block")},
-            {"_apply_cow": _around_apply_cow},
-        )
+    """Patch ``SingleTypeKVCacheManager``, for copy on write."""
+    _patch(cls, {}, _SINGLE_TYPE_MANAGER_IF_THERE)
 
 
 def patch_manager(cls: type) -> None:
-    """Patch ``KVCacheManager``. The manager last: pools are watched only from where everything else is patched."""
-    _patch(
-        cls,
-        _MANAGER,
-        {
-            "allocate_slots": _around_allocate_slots,
-            "free": _around_free,
-            "pop_blocks_for_free": _around_pop_blocks_for_free,
-            "remove_skipped_blocks": _around_remove_skipped_blocks,
-            "__init__": _around_manager_init,
-        },
-    )
+    """Patch ``KVCacheManager``; its module is imported after those of the classes above, and its pools are watched only
+    if those are patched."""
+    _patch(cls, {**_MANAGER, "__init__": ()}, _MANAGER_IF_THERE)
 
 
 def patch_scheduler(cls: type) -> None:
     """Patch ``Scheduler``."""
-    _patch(cls, {"schedule": ()}, {"schedule": _around_schedule})
+    _patch(cls, {"schedule": ()})
 
 
-_incomplete: set[str] = set()
+# Classes that are not as this adapter knows them: no pool of this process is watched.
+_unknown_classes: set[str] = set()
 
 
-def _patch(cls: type, points: Mapping[str, tuple[str, ...]], arounds: Mapping[str, Around]) -> None:
+def _patch(
+    cls: type, points: Mapping[str, tuple[str, ...]], if_there: Mapping[str, tuple[str, ...]] | None = None
+) -> None:
+    points = {**points, **{name: wanted for name, wanted in (if_there or {}).items() if hasattr(cls, name)}}
     problem = unexpected_methods(cls, points)
     if problem is not None:
-        _incomplete.add(cls.__qualname__)
         runtime.not_covered("vllm", "allocator", problem)
-    elif not runtime.patch_class("vllm", cls, arounds):
-        _incomplete.add(cls.__qualname__)
+    if problem is not None or not runtime.patch_class("vllm", cls, {name: _AROUNDS[name] for name in points}):
+        _unknown_classes.add(cls.__qualname__)
+
+
+def _watch_of(owner: Any) -> WatchedPool | None:
+    """What watches a pool or a manager, if it is on."""
+    try:
+        watched = _watched.get(owner)
+    except TypeError:
+        return None  # no weak reference to it can be made: it was not watched either
+    return watched if watched is not None and watched.part.on else None
 
 
 def _around_manager_init(call: Callable[..., Any], manager: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -283,7 +269,7 @@ def _attach(manager: Any) -> None:
     pool = manager.coordinator.block_pool
     managers = manager.coordinator.single_type_managers
     unknown = sorted({type(m).__name__ for m in managers} - _FOLLOWED)
-    if unknown or _incomplete or not managers:
+    if unknown or _unknown_classes or not managers:
         if unknown:
             runtime.not_covered("vllm", "allocator", f"blocks managed by {', '.join(unknown)}")
         return
@@ -302,8 +288,8 @@ def _attach(manager: Any) -> None:
 
 
 def _around_allocate_slots(call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any) -> Any:
-    watched = _watched.get(manager)
-    if watched is None or not watched.part.on:
+    watched = _watch_of(manager)
+    if watched is None:
         return call(request, *args, **kwargs)
     watched.request = request.request_id
     try:
@@ -321,34 +307,36 @@ def _around_allocate_slots(call: Callable[..., Any], manager: Any, /, request: A
 
 
 def _around_free(call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any) -> Any:
-    return _on_behalf_of(request.request_id, manager, lambda: call(request, *args, **kwargs), gives_back_all=True)
+    watched = _watch_of(manager)
+    if watched is None:
+        return call(request, *args, **kwargs)
+    watched.request = request.request_id
+    try:
+        return call(request, *args, **kwargs)
+    finally:
+        watched.request = None
+        watched.table_dropped(request.request_id)
 
 
 def _around_remove_skipped_blocks(
     call: Callable[..., Any], manager: Any, /, request_id: str, *args: Any, **kwargs: Any
 ) -> Any:
-    return _on_behalf_of(request_id, manager, lambda: call(request_id, *args, **kwargs))
-
-
-def _on_behalf_of(request: str, manager: Any, act: Callable[[], Any], gives_back_all: bool = False) -> Any:
-    watched = _watched.get(manager)
-    if watched is None or not watched.part.on:
-        return act()
-    watched.request = request
+    watched = _watch_of(manager)
+    if watched is None:
+        return call(request_id, *args, **kwargs)
+    watched.request = request_id
     try:
-        return act()
+        return call(request_id, *args, **kwargs)
     finally:
         watched.request = None
-        if gives_back_all:
-            watched.table_dropped(request)
 
 
 def _around_pop_blocks_for_free(
     call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     blocks = call(request, *args, **kwargs)
-    watched = _watched.get(manager)
-    if watched is not None and watched.part.on:
+    watched = _watch_of(manager)
+    if watched is not None:
         with watched.part:
             watched.given_up(blocks, request.request_id)
     return blocks
@@ -357,17 +345,17 @@ def _around_pop_blocks_for_free(
 def _around_apply_cow(
     call: Callable[..., Any],
     manager: Any,
+    /,
     request_id: str,
     block_idx: int,
     source_block: Any,
     cow_block: Any,
-    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     result = call(request_id, block_idx, source_block, cow_block, *args, **kwargs)
-    watched = _watched.get(manager.block_pool)
-    if watched is not None and watched.part.on:
+    watched = _watch_of(manager.block_pool)
+    if watched is not None:
         with watched.part:
             watched.copied_on_write(request_id, source_block, cow_block)
     return result
@@ -375,8 +363,8 @@ def _around_apply_cow(
 
 def _around_get_new_blocks(call: Callable[..., Any], pool: Any, /, *args: Any, **kwargs: Any) -> Any:
     blocks = call(*args, **kwargs)
-    watched = _watched.get(pool)
-    if watched is not None and watched.part.on and blocks:
+    watched = _watch_of(pool)
+    if watched is not None and blocks:
         with watched.part:
             watched.allocated(blocks)
     return blocks
@@ -384,16 +372,16 @@ def _around_get_new_blocks(call: Callable[..., Any], pool: Any, /, *args: Any, *
 
 def _around_touch(call: Callable[..., Any], pool: Any, /, blocks: Any, *args: Any, **kwargs: Any) -> Any:
     result = call(blocks, *args, **kwargs)
-    watched = _watched.get(pool)
-    if watched is not None and watched.part.on:
+    watched = _watch_of(pool)
+    if watched is not None:
         with watched.part:
             watched.shared(blocks)
     return result
 
 
 def _around_free_blocks(call: Callable[..., Any], pool: Any, /, ordered_blocks: Any, *args: Any, **kwargs: Any) -> Any:
-    watched = _watched.get(pool)
-    if watched is None or not watched.part.on:
+    watched = _watch_of(pool)
+    if watched is None:
         return call(ordered_blocks, *args, **kwargs)
     # It may be an iterator, which the pool uses up.
     blocks = list(ordered_blocks)
@@ -404,21 +392,28 @@ def _around_free_blocks(call: Callable[..., Any], pool: Any, /, ordered_blocks: 
 
 
 def _around_cache_full_blocks(
-    call: Callable[..., Any], pool: Any, /, request: Any, blocks: Any, num_cached_blocks: int, *args: Any, **kwargs: Any
+    call: Callable[..., Any],
+    pool: Any,
+    /,
+    request: Any,
+    blocks: Any,
+    num_cached_blocks: int,
+    num_full_blocks: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    result = call(request, blocks, num_cached_blocks, *args, **kwargs)
-    watched = _watched.get(pool)
-    if watched is not None and watched.part.on:
+    result = call(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+    watched = _watch_of(pool)
+    if watched is not None:
         with watched.part:
-            end = args[0] if args else kwargs["num_full_blocks"]
-            watched.indexed(request.request_id, blocks[num_cached_blocks:end])
+            watched.indexed(request.request_id, blocks[num_cached_blocks:num_full_blocks])
     return result
 
 
 def _around_reset_prefix_cache(call: Callable[..., Any], pool: Any, /, *args: Any, **kwargs: Any) -> Any:
     done = call(*args, **kwargs)
-    watched = _watched.get(pool)
-    if done and watched is not None and watched.part.on:
+    watched = _watch_of(pool)
+    if done and watched is not None:
         with watched.part:
             watched.index_reset()
     return done
@@ -426,10 +421,26 @@ def _around_reset_prefix_cache(call: Callable[..., Any], pool: Any, /, *args: An
 
 def _around_schedule(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
     output = call(*args, **kwargs)
-    watched = _watched.get(scheduler.kv_cache_manager)
-    if watched is not None and watched.part.on:
+    watched = _watch_of(getattr(scheduler, "kv_cache_manager", None))
+    if watched is not None:
         with watched.part:
             watched.send(output, scheduler.requests)
             watched.audit()
             watched.canary.step_finished()
     return output
+
+
+_AROUNDS: dict[str, Around] = {
+    "__init__": _around_manager_init,
+    "allocate_slots": _around_allocate_slots,
+    "free": _around_free,
+    "remove_skipped_blocks": _around_remove_skipped_blocks,
+    "pop_blocks_for_free": _around_pop_blocks_for_free,
+    "_apply_cow": _around_apply_cow,
+    "get_new_blocks": _around_get_new_blocks,
+    "touch": _around_touch,
+    "free_blocks": _around_free_blocks,
+    "cache_full_blocks": _around_cache_full_blocks,
+    "reset_prefix_cache": _around_reset_prefix_cache,
+    "schedule": _around_schedule,
+}
