@@ -9,7 +9,6 @@ BUILTIN: dict[str, str] = {
     "sglang.srt.mem_cache.allocator.token": "kvcanary_agent.adapters.sglang",
     "sglang.srt.mem_cache.allocator.paged": "kvcanary_agent.adapters.sglang",
     "vllm.v1.core.block_pool": "kvcanary_agent.adapters.vllm",
-    "vllm.v1.core.single_type_kv_cache_manager": "kvcanary_agent.adapters.vllm",
     "vllm.v1.core.kv_cache_manager": "kvcanary_agent.adapters.vllm",
     "vllm.v1.core.sched.scheduler": "kvcanary_agent.adapters.vllm",
     "kvcanary_agent.demo.engine": "kvcanary_agent.adapters.demo",

@@ -18,7 +18,6 @@ from kvcanary_agent.adapters.vllm.scheduler import (
     patch_block_pool,
     patch_manager,
     patch_scheduler,
-    patch_single_type_manager,
 )
 from kvcanary_agent.adapters.vllm.v2_model_runner import patch_v2_model_runner
 from kvcanary_agent.adapters.vllm.worker import patch_worker
@@ -39,7 +38,6 @@ _PATCHES: dict[str, tuple[str, str, Callable[[type], None]]] = {
     "vllm.v1.worker.gpu.model_runner": ("V2 model runner", "GPUModelRunner", patch_v2_model_runner),
     "vllm.v1.worker.gpu_worker": ("worker", "Worker", patch_worker),
     "vllm.v1.core.block_pool": ("allocator", "BlockPool", patch_block_pool),
-    "vllm.v1.core.single_type_kv_cache_manager": ("allocator", "SingleTypeKVCacheManager", patch_single_type_manager),
     "vllm.v1.core.kv_cache_manager": ("allocator", "KVCacheManager", patch_manager),
     "vllm.v1.core.sched.scheduler": ("allocator", "Scheduler", patch_scheduler),
 }

@@ -30,9 +30,8 @@ _POOL = {
     "cache_full_blocks": ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
     "reset_prefix_cache": (),
 }
-_SINGLE_TYPE_MANAGER_IF_THERE = {"_apply_cow": ("request_id", "block_idx", "source_block", "cow_block")}
-# Kinds of managers whose references are all taken and given back through the methods above. Those of other kinds move
-# blocks between tables in ways of their own.
+# Kinds of managers whose references are all taken and given back through the methods above. Those of other kinds, and
+# any beside a Mamba manager, which brings copy on write, move blocks between tables in ways of their own.
 _FOLLOWED = frozenset(
     {
         "FullAttentionManager",
@@ -145,12 +144,6 @@ class WatchedPool:
         self.canary.given_up([block.block_id for block in real], request)
         self._tell_freed(request, real)
 
-    def copied_on_write(self, request: str, source: Any, target: Any) -> None:
-        """The request's table has ``target`` instead of ``source``; both are kept until the copy is made."""
-        self.canary.shared([target.block_id], None)
-        self.canary.given_up([source.block_id], request)
-        self._tell_freed(request, [source])
-
     def _check_hits(self, request: Any, tables: Sequence[Sequence[Any]]) -> None:
         """A request has a table for the first time: it holds every block in it, and has hit the right ones."""
         name = request.request_id
@@ -217,11 +210,6 @@ runtime.on_shut_down(_watched.clear)
 def patch_block_pool(cls: type) -> None:
     """Patch ``BlockPool``."""
     _patch(cls, _POOL)
-
-
-def patch_single_type_manager(cls: type) -> None:
-    """Patch ``SingleTypeKVCacheManager``, for copy on write."""
-    _patch(cls, {}, _SINGLE_TYPE_MANAGER_IF_THERE)
 
 
 def patch_manager(cls: type) -> None:
@@ -342,25 +330,6 @@ def _around_pop_blocks_for_free(
     return blocks
 
 
-def _around_apply_cow(
-    call: Callable[..., Any],
-    manager: Any,
-    /,
-    request_id: str,
-    block_idx: int,
-    source_block: Any,
-    cow_block: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    result = call(request_id, block_idx, source_block, cow_block, *args, **kwargs)
-    watched = _watch_of(manager.block_pool)
-    if watched is not None:
-        with watched.part:
-            watched.copied_on_write(request_id, source_block, cow_block)
-    return result
-
-
 def _around_get_new_blocks(call: Callable[..., Any], pool: Any, /, *args: Any, **kwargs: Any) -> Any:
     blocks = call(*args, **kwargs)
     watched = _watch_of(pool)
@@ -436,7 +405,6 @@ _AROUNDS: dict[str, Around] = {
     "free": _around_free,
     "remove_skipped_blocks": _around_remove_skipped_blocks,
     "pop_blocks_for_free": _around_pop_blocks_for_free,
-    "_apply_cow": _around_apply_cow,
     "get_new_blocks": _around_get_new_blocks,
     "touch": _around_touch,
     "free_blocks": _around_free_blocks,

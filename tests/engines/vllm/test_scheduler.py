@@ -22,7 +22,7 @@ from kvcanary_agent.settings import Settings
 
 BLOCK = 16
 WINDOW = 40
-MODULES = ("block_pool", "single_type_kv_cache_manager", "kv_cache_manager")
+MODULES = ("block_pool", "kv_cache_manager")
 
 
 class Heard(Sink):
