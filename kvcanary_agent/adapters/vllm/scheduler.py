@@ -52,16 +52,17 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class WatchedPool:
-    """A block pool with its manager, and what the workers have not been told yet."""
+    """What is known of a block pool, and what the workers have not been told yet.
 
-    def __init__(self, manager: Any, canary: AllocatorCanary) -> None:
+    It keeps no part of the engine: the pool, and its manager, come with each call that needs them.
+    """
+
+    def __init__(self, num_blocks: int, canary: AllocatorCanary) -> None:
         self.canary = canary
         self.part = runtime.FailOpen("vllm", "allocator")
         self.request: str | None = None
         """For whom the pool acts now."""
-        self._coordinator = manager.coordinator
-        self._pool = manager.coordinator.block_pool
-        self._group_of = [_UNKNOWN_GROUP] * self._pool.num_gpu_blocks
+        self._group_of = [_UNKNOWN_GROUP] * num_blocks
         self._with_table: set[str] = set()
         self._waiting: list[BlockEvent] = []
         # Where in `_waiting` the acts are whose group is known only when the request's table is complete.
@@ -89,8 +90,9 @@ class WatchedPool:
         if self.request is not None:
             self._tell(Action.SHARED, self.request, real)
 
-    def freed(self, blocks: Iterable[Any]) -> None:
-        real = [block for block in blocks if not block.is_null and getattr(block, "pool", None) in (None, self._pool)]
+    def freed(self, pool: Any, blocks: Iterable[Any]) -> None:
+        """Of ``blocks``, those of other pools go on to them."""
+        real = [block for block in blocks if not block.is_null and getattr(block, "pool", None) in (None, pool)]
         self.canary.freed([block.block_id for block in real], self.request, *_as_the_pool_has(real))
         if self.request is not None:
             self._tell_freed(self.request, real)
@@ -104,15 +106,15 @@ class WatchedPool:
 
     # Acts of the manager
 
-    def table_ready(self, request: Any, new_blocks: Any) -> None:
+    def table_ready(self, manager: Any, request: Any, new_blocks: Any) -> None:
         """The request has the slots that it needs: its table is as the next step will use it."""
         name = request.request_id
         if name in self._with_table:
             tables = new_blocks.blocks
         else:
             self._with_table.add(name)
-            tables = self._coordinator.get_blocks(name)
-            self._check_hits(request, tables)
+            tables = manager.coordinator.get_blocks(name)
+            self._check_hits(manager, request, tables)
         if self._without_group:
             for group, blocks in enumerate(tables):
                 for block in blocks:
@@ -123,13 +125,13 @@ class WatchedPool:
                 self._waiting[at] = dataclasses.replace(event, group=self._group_of[event.blocks[0]])
             self._without_group.clear()
 
-    def loads(self, request: Any, first_token: int, tokens: int, asynchronous: bool) -> None:
+    def loads(self, manager: Any, request: Any, first_token: int, tokens: int, asynchronous: bool) -> None:
         """A connector will fill the blocks of ``tokens`` tokens of the request, whose table is ready."""
         end = first_token + tokens
         blocks = []
-        managers = self._coordinator.single_type_managers
-        for table, manager in zip(self._coordinator.get_blocks(request.request_id), managers, strict=True):
-            size = manager.block_size
+        tables = manager.coordinator.get_blocks(request.request_id)
+        for table, of_group in zip(tables, manager.coordinator.single_type_managers, strict=True):
+            size = of_group.block_size
             blocks.append(tuple(block.block_id for block in table[first_token // size : -(-end // size)]))
         self._external.append(ExternalLoad(request.request_id, first_token, tokens, tuple(blocks), asynchronous))
 
@@ -144,13 +146,15 @@ class WatchedPool:
         self.canary.given_up([block.block_id for block in real], request)
         self._tell_freed(request, real)
 
-    def _check_hits(self, request: Any, tables: Sequence[Sequence[Any]]) -> None:
+    def _check_hits(self, manager: Any, request: Any, tables: Sequence[Sequence[Any]]) -> None:
         """A request has a table for the first time: it holds every block in it, and has hit the right ones."""
         name = request.request_id
         key_of = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "make_block_hash_with_group_id", None)
-        for group, (blocks, manager) in enumerate(zip(tables, self._coordinator.single_type_managers, strict=True)):
+        hash_size = getattr(manager.coordinator.block_pool, "hash_block_size", None)
+        managers = manager.coordinator.single_type_managers
+        for group, (blocks, of_group) in enumerate(zip(tables, managers, strict=True)):
             self.canary.in_table([block.block_id for block in blocks if not block.is_null], name)
-            if key_of is None or manager.block_size != getattr(self._pool, "hash_block_size", None):
+            if key_of is None or of_group.block_size != hash_size:
                 continue  # several hashes to a block
             for block, block_hash in zip(blocks, request.block_hashes, strict=False):
                 if block.block_hash is not None and block.block_hash != key_of(block_hash, group):
@@ -165,7 +169,9 @@ class WatchedPool:
         self._waiting, self._external = [], []
         self._without_group.clear()
         for new in scheduler_output.scheduled_new_reqs:
-            request = requests[new.req_id]
+            request = requests.get(new.req_id)
+            if request is None:
+                continue
             if request.cache_salt:
                 events.salts[new.req_id] = request.cache_salt
             if request.trace_headers:
@@ -173,17 +179,17 @@ class WatchedPool:
                 events.traces[new.req_id] = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
         attach(scheduler_output, events)
 
-    def audit(self) -> None:
+    def audit(self, pool: Any) -> None:
         """Compare some blocks, every block in turn, with what the pool has."""
-        blocks = self._pool.blocks[self._audited : self._audited + _AUDITED_BLOCKS]
+        blocks = pool.blocks[self._audited : self._audited + _AUDITED_BLOCKS]
         self.canary.audit(
             self._audited,
             [block.ref_cnt for block in blocks],
             [block.next_free_block is not None for block in blocks],
         )
-        self.canary.balance(self._pool.get_num_free_blocks())
+        self.canary.balance(pool.get_num_free_blocks())
         self._audited += len(blocks)
-        if self._audited == self._pool.num_gpu_blocks:
+        if self._audited == pool.num_gpu_blocks:
             self._audited = 0
 
     def _tell(self, action: Action, request: str, blocks: Iterable[Any]) -> None:
@@ -213,8 +219,7 @@ def patch_block_pool(cls: type) -> None:
 
 
 def patch_manager(cls: type) -> None:
-    """Patch ``KVCacheManager``; its module is imported after those of the classes above, and its pools are watched only
-    if those are patched."""
+    """Patch ``KVCacheManager``. Its module imports that of ``BlockPool``, which is patched by then."""
     _patch(cls, {**_MANAGER, "__init__": ()}, _MANAGER_IF_THERE)
 
 
@@ -272,7 +277,7 @@ def _attach(manager: Any) -> None:
         )
     )
     if canary is not None:
-        _watched[manager] = _watched[pool] = WatchedPool(manager, canary)
+        _watched[manager] = _watched[pool] = WatchedPool(pool.num_gpu_blocks, canary)
 
 
 def _around_allocate_slots(call: Callable[..., Any], manager: Any, /, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,11 +291,11 @@ def _around_allocate_slots(call: Callable[..., Any], manager: Any, /, request: A
         watched.request = None
     if new_blocks is not None and watched.part.on:
         with watched.part:
-            watched.table_ready(request, new_blocks)
+            watched.table_ready(manager, request, new_blocks)
             loaded = kwargs.get("num_external_computed_tokens", 0)
             if loaded:
                 first = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
-                watched.loads(request, first, loaded, kwargs.get("delay_cache_blocks", False))
+                watched.loads(manager, request, first, loaded, kwargs.get("delay_cache_blocks", False))
     return new_blocks
 
 
@@ -356,7 +361,7 @@ def _around_free_blocks(call: Callable[..., Any], pool: Any, /, ordered_blocks: 
     blocks = list(ordered_blocks)
     result = call(blocks, *args, **kwargs)
     with watched.part:
-        watched.freed(blocks)
+        watched.freed(pool, blocks)
     return result
 
 
@@ -390,11 +395,12 @@ def _around_reset_prefix_cache(call: Callable[..., Any], pool: Any, /, *args: An
 
 def _around_schedule(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
     output = call(*args, **kwargs)
-    watched = _watch_of(getattr(scheduler, "kv_cache_manager", None))
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    watched = _watch_of(manager)
     if watched is not None:
         with watched.part:
             watched.send(output, scheduler.requests)
-            watched.audit()
+            watched.audit(manager.coordinator.block_pool)
             watched.canary.step_finished()
     return output
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pickle
 import random
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +121,7 @@ class Manager:
         """The events of a step, as they arrive at a worker."""
         output = SimpleNamespace(scheduled_new_reqs=[])
         self.watched.send(output, self.requests)
-        self.watched.audit()
+        self.watched.audit(self.pool)
         self.watched.canary.step_finished()
         received = attached_to(pickle.loads(pickle.dumps(output)))
         assert received is not None
@@ -328,6 +330,16 @@ def test_what_has_no_known_ways_is_named_as_not_covered(
         Manager(24, window=True)
 
     assert "not covering allocator of vllm: blocks managed by SlidingWindowManager" in caplog.text
+
+
+def test_an_engine_that_is_dropped_takes_its_books_with_it(heard: Heard) -> None:
+    at = Manager(24)
+    at.admit(at.request("a", tokens_of(1, 20)))
+    watched = weakref.ref(at.watched)
+    del at
+    gc.collect()
+
+    assert watched() is None
 
 
 def test_events_that_no_output_takes_along_do_not_pile_up(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
