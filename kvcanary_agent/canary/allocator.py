@@ -68,7 +68,7 @@ class AllocatorCanary:
         self._miscounted: set[int] = set()
         self._checked = self._failed = 0
         self._found: list[Violation] = []
-        self._pass_start = time.time_ns()
+        self._audit_start: int | None = None
 
     @property
     def step(self) -> int:
@@ -200,6 +200,7 @@ class AllocatorCanary:
             counts: The allocator's own reference counters.
             free: Whether each block is in the list of those that may be handed out.
         """
+        self._audit_start = time.time_ns()
         self._checked += len(counts)
         for block, (count, is_free) in enumerate(zip(counts, free, strict=True), first):
             if block == self.layout.null_block:
@@ -233,9 +234,9 @@ class AllocatorCanary:
             now = time.time_ns()
             counts = CheckCounts(slots={"allocator": (self._checked, self._failed)})
             self._checked = self._failed = 0
-            self._sink.pass_finished("allocate", self._step, self._pass_start, now, counts, found)
-            self._pass_start = now
+            self._sink.pass_finished("audit", self._step, self._audit_start or now, now, counts, found)
         self._step += 1
+        self._audit_start = None
         if found and self._raises:
             self._sink.flush()
             raise KVCanaryError(list(found))

@@ -132,7 +132,8 @@ class Sink:
         """A pass of checks over one step is over.
 
         Args:
-            phase: ``"verify"`` (before the forward), ``"record"`` (after it) or ``"sweep"`` (patrol).
+            phase: ``"verify"`` (before the forward), ``"record"`` (after it), ``"sweep"`` (patrol), or ``"audit"``:
+                of an allocator, with counts of blocks, of all that happened since the audit before.
             step: The canary's count of steps.
             start_ns, end_ns: ``time.time_ns()`` at both ends; on an asynchronous device the time to enqueue.
             counts: Slots checked; on an asynchronous device those of an earlier step.
