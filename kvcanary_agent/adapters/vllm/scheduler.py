@@ -106,6 +106,10 @@ class WatchedPool:
 
     # Acts of the manager
 
+    def has_new_table(self, request: str) -> bool:
+        """Whether the pool has given the request anything since its table was ready last."""
+        return bool(self._without_group) or request not in self._with_table
+
     def table_ready(self, manager: Any, request: Any, new_blocks: Any) -> None:
         """The request has the slots that it needs: its table is as the next step will use it."""
         name = request.request_id
@@ -115,15 +119,14 @@ class WatchedPool:
             self._with_table.add(name)
             tables = manager.coordinator.get_blocks(name)
             self._check_hits(manager, request, tables)
-        if self._without_group:
-            for group, blocks in enumerate(tables):
-                for block in blocks:
-                    if not block.is_null:
-                        self._group_of[block.block_id] = group
-            for at in self._without_group:
-                event = self._waiting[at]
-                self._waiting[at] = dataclasses.replace(event, group=self._group_of[event.blocks[0]])
-            self._without_group.clear()
+        for group, blocks in enumerate(tables):
+            for block in blocks:
+                if not block.is_null:
+                    self._group_of[block.block_id] = group
+        for at in self._without_group:
+            event = self._waiting[at]
+            self._waiting[at] = dataclasses.replace(event, group=self._group_of[event.blocks[0]])
+        self._without_group.clear()
 
     def loads(self, manager: Any, request: Any, first_token: int, tokens: int, asynchronous: bool) -> None:
         """A connector will fill the blocks of ``tokens`` tokens of the request, whose table is ready."""
@@ -289,7 +292,8 @@ def _around_allocate_slots(call: Callable[..., Any], manager: Any, /, request: A
         new_blocks = call(request, *args, **kwargs)
     finally:
         watched.request = None
-    if new_blocks is not None and watched.part.on:
+    # Most calls are for the next token of a request, whose last block has room.
+    if new_blocks is not None and watched.part.on and watched.has_new_table(request.request_id):
         with watched.part:
             watched.table_ready(manager, request, new_blocks)
             loaded = kwargs.get("num_external_computed_tokens", 0)
@@ -395,12 +399,11 @@ def _around_reset_prefix_cache(call: Callable[..., Any], pool: Any, /, *args: An
 
 def _around_schedule(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
     output = call(*args, **kwargs)
-    manager = getattr(scheduler, "kv_cache_manager", None)
-    watched = _watch_of(manager)
+    watched = _watch_of(getattr(scheduler, "kv_cache_manager", None))
     if watched is not None:
         with watched.part:
             watched.send(output, scheduler.requests)
-            watched.audit(manager.coordinator.block_pool)
+            watched.audit(scheduler.kv_cache_manager.coordinator.block_pool)
             watched.canary.step_finished()
     return output
 
