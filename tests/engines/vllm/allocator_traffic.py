@@ -77,7 +77,7 @@ def healthy(driver: Driver) -> None:
     driver.add("samples", prompt_of(9, 2), n=3)
     driver.finish()
     for name in ("left", "stays", "goes"):
-        driver.add(name, prompt_of(10, 4), max_tokens=70)
+        driver.add(name, prompt_of(10, 4), max_tokens=40)
     driver.step(5)
     driver.engine.abort_request(["left", "goes"])
     driver.add("left", prompt_of(11, 4))
@@ -86,7 +86,7 @@ def healthy(driver: Driver) -> None:
         driver.ask(f"salt_{salt}", prompt_of(12, 3), salt=salt)
     driver.ask("unsalted", prompt_of(12, 3))
     for reset_running in (False, True):
-        driver.add(f"reset_{reset_running}", prompt_of(10, 4), max_tokens=40)
+        driver.add(f"reset_{reset_running}", prompt_of(10, 4), max_tokens=10)
         if reset_running:
             driver.step(3)
         driver.llm.reset_prefix_cache(reset_running_requests=reset_running)
@@ -98,9 +98,9 @@ def healthy(driver: Driver) -> None:
 
 def crowded(driver: Driver) -> None:
     """More requests than the pool holds: most are preempted and resumed, some aborted while they wait."""
-    for i in range(12):
-        driver.add(f"crowd{i}", prompt_of(20 + i % 3, 2 + i % 4), max_tokens=150)
-    driver.step(40)
+    for i in range(10):
+        driver.add(f"crowd{i}", prompt_of(20 + i % 3, 2 + i % 4), max_tokens=48)
+    driver.step(30)
     driver.engine.abort_request(["crowd3", "crowd7"])
     driver.finish()
 

@@ -9,8 +9,8 @@ import pytest
 from tests.engines.vllm.harness import Engine, Watched, checked
 from tests.otlp_receiver import OtlpReceiver
 
-# A little more than one long conversation: most of a crowd is preempted.
-SMALL_POOL: dict[str, Any] = {"num_gpu_blocks_override": 65}
+# The least that vLLM takes for this length: most of a crowd is preempted.
+SMALL_POOL: dict[str, Any] = {"num_gpu_blocks_override": 33}
 HEALTHY = ["healthy", "crowded"]
 FAULTS = ["stale_weights", "forgotten_salt", "wrong_hit", "double_free", "double_allocation", "missing_touch"]
 
