@@ -1,6 +1,7 @@
 """Patch points of vLLM's V1 model runner, and what its steps mean to the canary.
 
-Written against vLLM 0.32; the methods and their parameters are checked before anything is patched.
+Written against vLLM 0.32; the methods and their parameters are checked before anything is patched, and the version
+before a pool is watched.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ from kvcanary_agent.adapters.vllm.attached_runner import (
     initialize_kv_cache_watched,
     patch_runner,
 )
+from kvcanary_agent.adapters.vllm.histories import Histories
 from kvcanary_agent.adapters.vllm.pool import (
     NotCovered,
     Pool,
     PoolSource,
     describe_pool,
+    engine_version,
     has_block_table,
     refuse_what_spreads_blocks,
     speculates_without_layers,
 )
+from kvcanary_agent.adapters.vllm.versions import V1, refuse_unknown_version
 from kvcanary_agent.canary.canary import Canary
 from kvcanary_agent.canary.step import ForwardStep, GroupStep, KnownTokens
 
+# The histories may take 0.2 % of the pool's bytes.
+_POOL_BYTES_PER_HISTORY_BYTE = 500
+
 # What the arounds below rely on: each method's leading parameters after self.
-_PATCH_POINTS = {
+PATCH_POINTS = {
     "initialize_kv_cache": ("kv_cache_config",),
     "_update_states": ("scheduler_output",),
     "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
@@ -51,12 +58,16 @@ class AttachedV1Runner(AttachedRunner):
     def __init__(self, runner: Any, pool: Pool, canary: Canary) -> None:
         super().__init__(runner, pool, canary)
         self._rows = torch.arange(runner.max_num_reqs, device=runner.device)
-        # Elsewhere the histories are on the host only; under asynchronous scheduling they hold placeholders, and a
-        # prompt given as embeddings has no tokens.
-        self._histories_are_known = (
-            runner.device.type == "cpu" and not runner.use_async_scheduling and not runner.enable_prompt_embeds
-        )
+        # The runner's own are on the host, and hold placeholders under asynchronous scheduling.
+        self._runner_has_histories = runner.device.type == "cpu" and not runner.use_async_scheduling
+        # A prompt given as embeddings has no tokens.
+        self._has_tokens = not runner.enable_prompt_embeds
+        self._histories: Histories | None = None
+        if self._has_tokens and not self._runner_has_histories:
+            pool_bytes = sum(group.bytes_per_slot * group.num_slots for group in pool.layout.groups)
+            self._histories = Histories(runner.device, pool_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
         self._armed_tokens: int | None = None
+        self._step: ForwardStep | None = None
 
     def arm(self, tokens: int) -> None:
         """The inputs of a real step of so many tokens are prepared."""
@@ -82,20 +93,23 @@ class AttachedV1Runner(AttachedRunner):
                     pad_slots=slots[tokens:padded_tokens] if padded_tokens > tokens else None,
                 )
             )
+        requests = tuple(batch.req_ids)
+        prefix_lens = runner.num_computed_tokens[:rows]
         known = None
-        if self._histories_are_known:
+        if self._histories is not None:
+            known = self._histories.known_tokens(requests, prefix_lens)
+        elif self._has_tokens:
             known = KnownTokens(
                 tokens=batch.token_ids_cpu_tensor,
                 rows=self._rows[:rows],
                 lengths=batch.num_tokens_no_spec_cpu_tensor[:rows],
             )
-        requests = tuple(batch.req_ids)
         namespaces = None
         if runner.lora_config is not None or self.allocator.salts:
             namespaces = [self.namespace_of(request, runner.requests[request].lora_request) for request in requests]
-        return ForwardStep(
+        self._step = ForwardStep(
             requests=requests,
-            prefix_lens=runner.num_computed_tokens[:rows],
+            prefix_lens=prefix_lens,
             query_offsets=runner.query_start_loc.gpu[: rows + 1],
             token_ids=runner.input_ids.gpu[:tokens],
             positions=runner.positions[:tokens],
@@ -103,6 +117,21 @@ class AttachedV1Runner(AttachedRunner):
             known_tokens=known,
             namespaces=namespaces,
         )
+        return self._step
+
+    def follow_requests(self, scheduler_output: Any) -> None:
+        """Keep the histories of the requests that come and go."""
+        if self._histories is not None:
+            self._histories.finish(scheduler_output.finished_req_ids)
+            for new in scheduler_output.scheduled_new_reqs:
+                self._histories.start(new.req_id, new.prompt_token_ids or ())
+
+    def remember_step(self, runner: Any) -> None:
+        """The step that was described last has run."""
+        step, self._step = self._step, None
+        if self._histories is not None and step is not None:
+            computed = runner.input_batch.num_computed_tokens_cpu[: len(step.requests)]
+            self._histories.written(step, int(computed.max()) + step.token_ids.shape[0])
 
 
 def patch_model_runner(cls: type) -> None:
@@ -110,7 +139,7 @@ def patch_model_runner(cls: type) -> None:
     patch_runner(
         cls,
         "V1 model runner",
-        _PATCH_POINTS,
+        PATCH_POINTS,
         {
             "initialize_kv_cache": _around_initialize_kv_cache,
             "_update_states": _around_update_states,
@@ -126,6 +155,7 @@ def _around_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args:
 
 
 def _describe(runner: Any) -> Pool:
+    refuse_unknown_version(engine_version(), "V1 model runner", V1)
     tables = runner.input_batch.block_table.block_tables
     context_parallel_ranks = max((table.dcp_world_size * table.pcp_world_size for table in tables), default=1)
     refuse_what_spreads_blocks(context_parallel_ranks)
@@ -163,6 +193,7 @@ def _around_update_states(
             if attached.disarm() is not None:
                 runtime.not_covered("vllm", "V1 model runner", "its forward does not go through _model_forward")
             attached.hand_out_blocks(scheduler_output)
+            attached.follow_requests(scheduler_output)
     return result
 
 
@@ -184,9 +215,13 @@ def _around_model_forward(
     tokens = attached.disarm() if attached is not None else None
     if attached is None or tokens is None:
         return call(input_ids, positions, *args, **kwargs)
-    return runtime.watched_forward(
+    result = runtime.watched_forward(
         attached.part,
         attached.canary,
         lambda: attached.describe_step(runner, tokens, positions.shape[-1]),
         lambda: call(input_ids, positions, *args, **kwargs),
     )
+    if attached.part.on:
+        with attached.part:
+            attached.remember_step(runner)
+    return result

@@ -252,7 +252,7 @@ def _tensor_parallel_rank() -> tuple[int, int]:
 
 
 def engine_version() -> str:
-    """Of the vLLM in this process."""
+    """Of the vLLM in this process, or ``""``."""
     import vllm
 
-    return str(vllm.__version__)
+    return str(getattr(vllm, "__version__", ""))

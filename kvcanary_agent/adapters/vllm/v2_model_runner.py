@@ -1,6 +1,7 @@
 """Patch points of vLLM's V2 model runner, and what its steps mean to the canary.
 
-Written against vLLM 0.32; the methods and their parameters are checked before anything is patched.
+Written against vLLM 0.32; the methods and their parameters are checked before anything is patched, and the version
+before a pool is watched.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from kvcanary_agent.adapters.vllm.pool import (
     Pool,
     PoolSource,
     describe_pool,
+    engine_version,
     has_block_table,
     refuse_what_spreads_blocks,
     speculates_without_layers,
 )
+from kvcanary_agent.adapters.vllm.versions import V2, refuse_unknown_version
 from kvcanary_agent.canary.step import ForwardStep, GroupStep, KnownTokens
 
 # What the arounds below rely on: each method's leading parameters after self.
-_PATCH_POINTS = {
+PATCH_POINTS = {
     "initialize_kv_cache": ("kv_cache_config",),
     "execute_model": ("scheduler_output", "intermediate_tensors", "dummy_run"),
     "prepare_attn": ("input_batch",),
@@ -93,7 +96,7 @@ def patch_v2_model_runner(cls: type) -> None:
     patch_runner(
         cls,
         "V2 model runner",
-        _PATCH_POINTS,
+        PATCH_POINTS,
         {
             "initialize_kv_cache": _around_initialize_kv_cache,
             "execute_model": _around_execute_model,
@@ -108,6 +111,7 @@ def _around_initialize_kv_cache(call: Callable[..., Any], runner: Any, /, *args:
 
 
 def _describe(runner: Any) -> Pool:
+    refuse_unknown_version(engine_version(), "V2 model runner", V2)
     config = runner.vllm_config
     parallel = config.parallel_config
     refuse_what_spreads_blocks(parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +24,9 @@ def models() -> Path:
 @pytest.fixture(scope="session")
 def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(models, tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="session")
+def llama_without_agent(engine: Engine) -> dict[str, Any]:
+    """The result of `generate.py` on the model ``llama``, however it is scheduled and whatever drafts for it."""
+    return engine.generate()

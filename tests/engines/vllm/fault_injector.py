@@ -6,10 +6,12 @@ Used as ``KVCANARY_ADAPTERS=vllm,/path/to/this/file``. ``FAULTS`` in the environ
   one bit of a slot that the first running request has filled.
 - ``{"kind": "swap_blocks", "after_step": n}``: swap the first two blocks of the table of the
   running request that has the most.
+- ``{"kind": "foreign_block", "after_step": n}``: the first block of the sixth running request becomes the first block
+  of the fourth one's, too.
 
 Steps count from 1. What was done is appended to the file ``FAULT_REPORT``, one JSON object a line, ``slots`` and
-``layer`` included. The layout is that of vLLM's CPU attention with its generic kernels, spelled out here independently
-of how the agent finds it.
+``layer`` included. Both generations of model runners are broken alike. The layout is that of vLLM's CPU attention with
+its generic kernels, spelled out here independently of how the agent finds it.
 """
 
 import itertools
@@ -24,7 +26,7 @@ import torch
 
 from kvcanary_agent.activation.patching import patch_method
 
-targets = ("vllm.v1.worker.gpu_model_runner",)
+targets = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 
 
 def patch(module: ModuleType) -> None:
@@ -52,7 +54,8 @@ def _flip_bit(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
     cache = runner.compilation_config.static_forward_context[layer].kv_cache
     _, heads, block_size, width = cache.shape
     position = 3
-    block = int(runner.input_batch.block_table[0].block_table.np[0, 0])
+    rows, _ = _block_tables(runner)
+    block = int(rows[0][0])
     # Within a head's page: all K as [head_dim, block_size], then all V as [block_size, head_dim].
     pages = cache.view(-1, heads, 2, block_size * width // 2)
     if fault["part"] == "k":
@@ -65,14 +68,35 @@ def _flip_bit(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def _swap_blocks(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
-    table = runner.input_batch.block_table[0]
-    row = table.block_table.np[table.num_blocks_per_row.argmax()]
+    rows, counts = _block_tables(runner)
+    row = rows[counts.index(max(counts))]
     row[[0, 1]] = row[[1, 0]]
-    size = table.block_size
-    return {"slots": [int(block) * size + offset for block in row[:2] for offset in range(size)]}
+    return {"slots": _slots(runner, row[:2])}
+
+
+def _foreign_block(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
+    rows, _ = _block_tables(runner)
+    rows[5][0] = rows[3][0]
+    return {"slots": _slots(runner, rows[5][:1])}
+
+
+def _block_tables(runner: Any) -> tuple[list[Any], list[int]]:
+    """A view of the first table of each running request, ``[blocks]``, and how many of its blocks are in use."""
+    if hasattr(runner, "req_states"):
+        tables, running = runner.block_tables, sorted(runner.req_states.index_to_req_id)
+        rows = tables.block_tables[0].gpu.numpy()
+        return [rows[row] for row in running], [int(tables.num_blocks.np[0, row]) for row in running]
+    table, running = runner.input_batch.block_table[0], range(runner.input_batch.num_reqs)
+    return [table.block_table.np[row] for row in running], [int(table.num_blocks_per_row[row]) for row in running]
+
+
+def _slots(runner: Any, blocks: Any) -> list[int]:
+    size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    return [int(block) * size + offset for block in blocks for offset in range(size)]
 
 
 _INJECTIONS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "flip_bit": _flip_bit,
     "swap_blocks": _swap_blocks,
+    "foreign_block": _foreign_block,
 }
