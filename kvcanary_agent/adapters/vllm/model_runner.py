@@ -158,7 +158,9 @@ def _describe(runner: Any) -> Pool:
     refuse_unknown_version(engine_version(), "V1 model runner", V1)
     tables = runner.input_batch.block_table.block_tables
     context_parallel_ranks = max((table.dcp_world_size * table.pcp_world_size for table in tables), default=1)
-    refuse_what_spreads_blocks(context_parallel_ranks)
+    # Until 0.31, tables are in the blocks of the attention kernel.
+    kernel_blocks = max((getattr(table, "blocks_per_kv_block", 1) for table in tables), default=1)
+    refuse_what_spreads_blocks(context_parallel_ranks, kernel_blocks)
     index = itertools.count()
     return describe_pool(
         PoolSource(

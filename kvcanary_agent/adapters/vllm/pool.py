@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcanary_agent.adapters.vllm.slot_probe import WriteToken, learn_parts
+from kvcanary_agent.adapters.vllm.slot_probe import WriteToken, joined_blocks, learn_parts
 from kvcanary_agent.canary.layout import KVGroup, KVLayout, KVPart, LayoutError
 
 # BlockPool takes block 0 out of circulation: padding and positions that left a window point at it.
@@ -137,12 +137,18 @@ def has_block_table(group: Any) -> bool:
     return type(group.kv_cache_spec).__name__ != "EncoderOnlyAttentionSpec"
 
 
-def refuse_what_spreads_blocks(context_parallel_ranks: int) -> None:
-    """Refuse a configuration in which a worker does not hold all positions of its blocks.
+def refuse_what_spreads_blocks(context_parallel_ranks: int, kernel_blocks: int) -> None:
+    """Refuse a configuration in which a block table's entry is not a whole block of the allocator's on this worker.
+
+    Args:
+        context_parallel_ranks: How many ranks hold the positions of a block.
+        kernel_blocks: How many entries of a block table a block has, at most.
 
     Raises:
         NotCovered: If it is one.
     """
+    if kernel_blocks > 1:
+        raise NotCovered("block tables number the attention kernel's blocks, which are smaller than the allocator's")
     if context_parallel_ranks > 1:
         raise NotCovered("context parallelism spreads the positions of a block over several ranks")
 
@@ -178,8 +184,11 @@ class _LayerProbe:
             raise NotCovered(f"cache quantised as {spec.kv_quant_mode.name}")
         layer = self._layers[name]
         cache = layer.kv_cache
-        if cache.shape[0] != num_blocks:
-            raise NotCovered(f"kernel blocks smaller than the manager's: {cache.shape[0]} for {num_blocks}")
+        kernel_blocks, rest = divmod(cache.shape[0], num_blocks)
+        if rest or not kernel_blocks or spec.block_size % kernel_blocks:
+            raise NotCovered(
+                f"a cache of shape {tuple(cache.shape)} for {num_blocks} blocks of {spec.block_size} slots"
+            )
         impl = getattr(layer, "impl", None)
         if not hasattr(impl, "do_kv_cache_update"):
             raise NotCovered(f"{type(impl).__name__} writes the cache inside its forward")
@@ -199,7 +208,8 @@ class _LayerProbe:
         pattern = self._patterns.get(signature)
         if pattern is None:
             write = _mla_write(layer, self._dtype) if kind == "mla" else _attention_write(layer, self._dtype)
-            views = learn_parts(cache, spec.block_size, write)
+            views = learn_parts(cache, spec.block_size // kernel_blocks, write)
+            views = {part: joined_blocks(view, kernel_blocks) for part, view in views.items()}
             pattern = self._patterns[signature] = {
                 part: (tuple(view.shape), view.stride(), view.storage_offset() - cache.storage_offset())
                 for part, view in views.items()

@@ -54,6 +54,30 @@ def learn_parts(cache: torch.Tensor, block_size: int, write: WriteToken) -> dict
     }
 
 
+def joined_blocks(view: torch.Tensor, count: int) -> torch.Tensor:
+    """A view of blocks, each of which is ``count`` consecutive blocks of ``view``.
+
+    Args:
+        view: ``[num_blocks * count, block_size, *payload]``.
+        count: At least 1.
+
+    Returns:
+        ``[num_blocks, count * block_size, *payload]``.
+
+    Raises:
+        LayoutError: If the slots of consecutive blocks do not lie at equal distances.
+    """
+    if count == 1:
+        return view
+    blocks, size, *payload = view.shape
+    if view.stride(0) != size * view.stride(1):
+        raise LayoutError(
+            f"a block of {count * size} slots is {count} kernel blocks of {size} that lie {view.stride(0)} elements "
+            f"apart, and its slots {view.stride(1)}: they are no single run of slots"
+        )
+    return view.as_strided((blocks // count, count * size, *payload), (count * view.stride(0), *view.stride()[1:]))
+
+
 def _scratch_like(cache: torch.Tensor) -> torch.Tensor:
     shape = (_SCRATCH_BLOCKS, *cache.shape[1:])
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, cache.stride(), strict=True))

@@ -114,7 +114,10 @@ def _describe(runner: Any) -> Pool:
     refuse_unknown_version(engine_version(), "V2 model runner", V2)
     config = runner.vllm_config
     parallel = config.parallel_config
-    refuse_what_spreads_blocks(parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size)
+    context_parallel_ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    # Until 0.31, tables are in the blocks of the attention kernel.
+    kernel_blocks = max(getattr(runner.block_tables, "blocks_per_kv_block", None) or [1])
+    refuse_what_spreads_blocks(context_parallel_ranks, kernel_blocks)
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
         raise NotCovered("a model that samples several tokens at once writes positions that are not final")
     return describe_pool(

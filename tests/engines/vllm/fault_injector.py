@@ -86,8 +86,8 @@ def _block_tables(runner: Any) -> tuple[list[Any], list[int]]:
         tables, running = runner.block_tables, sorted(runner.req_states.index_to_req_id)
         rows = tables.block_tables[0].gpu.numpy()
         return [rows[row] for row in running], [int(tables.num_blocks.np[0, row]) for row in running]
-    table, running = runner.input_batch.block_table[0], range(runner.input_batch.num_reqs)
-    return [table.block_table.np[row] for row in running], [int(table.num_blocks_per_row[row]) for row in running]
+    table, count = runner.input_batch.block_table[0], runner.input_batch.num_reqs
+    return list(table.block_table.np[:count]), table.num_blocks_per_row[:count].tolist()
 
 
 def _slots(runner: Any, blocks: Any) -> list[int]:

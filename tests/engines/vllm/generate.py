@@ -1,9 +1,9 @@
 """A program that uses vLLM offline, for the suite to run with and without the agent: generate.py JOB.
 
 ``JOB`` is a file of JSON: ``engine`` (keyword arguments of ``LLM``), ``prompts`` (lists of token ids), ``max_tokens``,
-``rounds``, ``v2`` (whether to run the V2 model runner, see `v2_on_cpu`). Prints one line, ``RESULT`` and JSON:
-``tokens`` and ``texts`` of every request of every round, or an ``error``. Then it waits until its standard input is
-closed, so that the engine's processes live for as long as the suite looks at what they export.
+``rounds``, ``v2`` (whether to run the V2 model runner, see `gpu_features_on_cpu`). Prints one line, ``RESULT`` and
+JSON: ``tokens`` and ``texts`` of every request of every round, or an ``error``. Then it waits until its standard input
+is closed, so that the engine's processes live for as long as the suite looks at what they export.
 """
 
 import json
@@ -13,11 +13,13 @@ from pathlib import Path
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    if job["v2"]:
-        sys.path.insert(0, str(Path(__file__).parents[3]))
-        from tests.engines.vllm import v2_on_cpu
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from tests.engines.vllm import gpu_features_on_cpu
 
-        v2_on_cpu.prepare(asynchronous=job["engine"].get("async_scheduling", False))
+    if job["v2"]:
+        gpu_features_on_cpu.run_v2_model_runner()
+    if job["engine"].get("async_scheduling"):
+        gpu_features_on_cpu.keep_asynchronous_scheduling()
 
     from vllm import LLM, SamplingParams
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcanary_agent.adapters.vllm.slot_probe import learn_parts
+from kvcanary_agent.adapters.vllm.slot_probe import joined_blocks, learn_parts
 from kvcanary_agent.canary.layout import LayoutError
 
 BLOCKS, HEADS, BLOCK_SIZE, DIM = 5, 3, 8, 4
@@ -29,6 +29,14 @@ PACKINGS: dict[str, Packing] = {
         ),
     ),
     "halves_of_a_block": ((BLOCKS, 2, BLOCK_SIZE, HEADS, DIM), lambda cache: (cache[:, 0], cache[:, 1])),
+    "heads_first": (
+        (BLOCKS, 2, HEADS, BLOCK_SIZE, DIM),
+        lambda cache: (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)),
+    ),
+    "latent_and_rotary": (
+        (BLOCKS, BLOCK_SIZE, 2 * HEADS * DIM),
+        lambda cache: (cache[..., :DIM], cache[..., DIM:]),
+    ),
     "dimensions_in_packs": (
         (BLOCKS, 2, HEADS, DIM // 2, BLOCK_SIZE, 2),
         lambda cache: (cache[:, 0].permute(0, 3, 1, 2, 4), cache[:, 1].permute(0, 3, 1, 2, 4)),
@@ -93,3 +101,52 @@ def test_a_packing_that_interleaves_tokens_is_refused() -> None:
 def test_a_write_that_leaves_no_trace_is_refused() -> None:
     with pytest.raises(LayoutError, match="changed no byte of k"):
         learn_parts(torch.zeros(BLOCKS, BLOCK_SIZE, DIM), BLOCK_SIZE, lambda cache, slot, key, value: None)
+
+
+def test_blocks_of_a_kernel_are_joined_to_those_of_the_allocator() -> None:
+    joined = BLOCK_SIZE // 2
+    cache = torch.arange(6 * joined * HEADS * DIM).view(6, joined, HEADS, DIM)
+
+    view = joined_blocks(cache, 2)
+
+    assert torch.equal(view, cache.view(3, BLOCK_SIZE, HEADS, DIM))
+    assert view.data_ptr() == cache.data_ptr()
+
+
+def test_blocks_of_a_kernel_that_keep_heads_apart_are_refused() -> None:
+    heads_first = torch.zeros(6, HEADS, BLOCK_SIZE // 2, DIM).transpose(1, 2)
+
+    with pytest.raises(LayoutError, match="no single run of slots"):
+        joined_blocks(heads_first, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "isa", "described"),
+    [
+        (torch.float32, "vec", True),
+        (torch.float16, "vec", True),
+        (torch.bfloat16, "vec", True),
+        (torch.bfloat16, "amx", False),
+    ],
+    ids=str,
+)
+def test_vllms_own_packings_for_cpus(dtype: torch.dtype, isa: str, described: bool) -> None:
+    from vllm import _custom_ops as ops
+
+    block_size, dim = 32, 32
+    cache = torch.zeros(BLOCKS, HEADS, 2 * block_size, dim, dtype=dtype)
+
+    def write(cache: torch.Tensor, slot: int, key: float, value: float) -> None:
+        keys, values = (torch.full((1, HEADS, dim), number, dtype=dtype) for number in (key, value))
+        ops.cpu_attn_reshape_and_cache(keys, values, *cache.chunk(2, dim=2), torch.tensor([slot]), isa)
+
+    if not described:
+        with pytest.raises(LayoutError, match="interleaves tokens"):
+            learn_parts(cache, block_size, write)
+        return
+    parts = learn_parts(cache, block_size, write)
+    write(cache, 2 * block_size + 5, 3.0, 4.0)
+    for part, number in (("k", 3.0), ("v", 4.0)):
+        assert parts[part].shape[:2] == (BLOCKS, block_size)
+        assert bool((parts[part][2, 5] == number).all())
+        assert parts[part].count_nonzero() == HEADS * dim

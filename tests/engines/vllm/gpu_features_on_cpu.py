@@ -1,6 +1,6 @@
-"""Run vLLM's V2 model runner, which is written for GPUs, on a CPU: its own Triton kernels in Triton's interpreter.
+"""Run what vLLM has for GPUs alone on a CPU.
 
-`prepare` has to be called before vLLM or Triton is imported, in the process that holds the engine.
+To be called before vLLM or Triton is imported, in the process that holds the engine.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def prepare(*, asynchronous: bool) -> None:
-    """Have vLLM choose V2, and believe that Triton can be used.
-
-    Args:
-        asynchronous: Schedule a step before the tokens of the last one are known, which vLLM does not do on CPUs by
-            itself.
-    """
+def run_v2_model_runner() -> None:
+    """Have vLLM choose the V2 model runner; its own Triton kernels run in Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     _pretend_a_triton_backend()
     _accept_masks_of_integers()
-    if asynchronous:
-        _keep_asynchronous_scheduling()
+
+
+def keep_asynchronous_scheduling() -> None:
+    """Have vLLM schedule a step before the tokens of the last one are known, which it switches off on CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _pretend_a_triton_backend() -> None:
@@ -53,15 +59,3 @@ def _accept_masks_of_integers() -> None:
         return store(self, pointers, value, as_booleans(mask), *rest)
 
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
-
-
-def _keep_asynchronous_scheduling() -> None:
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        original(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
