@@ -168,9 +168,18 @@ def patch_runner(
     if problem is None:
         runtime.patch_class("vllm", cls, arounds)
         return
-    runtime.not_covered("vllm", generation, problem)
+
+    def around_initialize_unknown(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        runtime.not_covered("vllm", generation, problem)
+        result = call(*args, **kwargs)
+        export_coverage()
+        return result
+
+    # Said when the engine makes use of the class: the module may be imported where the other generation runs.
     if hasattr(cls, "initialize_kv_cache"):
-        runtime.patch_class("vllm", cls, {"initialize_kv_cache": _around_initialize_unknown})
+        runtime.patch_class("vllm", cls, {"initialize_kv_cache": around_initialize_unknown})
+    else:
+        runtime.not_covered("vllm", generation, problem)
 
 
 def unexpected_methods(cls: type, expected: Mapping[str, tuple[str, ...]]) -> str | None:
@@ -183,12 +192,6 @@ def unexpected_methods(cls: type, expected: Mapping[str, tuple[str, ...]]) -> st
         if found[: len(wanted)] != wanted:
             return f"{cls.__qualname__}.{name} takes ({', '.join(found)}), wanted ({', '.join(wanted)}, ...)"
     return None
-
-
-def _around_initialize_unknown(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
-    result = call(*args, **kwargs)
-    export_coverage()
-    return result
 
 
 def export_coverage() -> None:

@@ -26,9 +26,11 @@ class Histories:
         """
         self._device = device
         self._max_bytes = max_bytes
-        # The last column takes what lies beyond the width.
-        self._tokens = torch.full((_FIRST_ROWS, _FIRST_WIDTH + 1), -1, dtype=torch.int32, device=device)
-        self._prompt_lens = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=device)
+        # In-place updates must work in and outside inference mode, whichever the engine is in now.
+        with torch.inference_mode(False):
+            # The last column takes what lies beyond the width.
+            self._tokens = torch.full((_FIRST_ROWS, _FIRST_WIDTH + 1), -1, dtype=torch.int32, device=device)
+            self._prompt_lens = torch.zeros(_FIRST_ROWS, dtype=torch.int64, device=device)
         self._row_of: dict[str, int] = {}
         self._free = list(range(_FIRST_ROWS))
         self._batch: tuple[tuple[str, ...], torch.Tensor] | None = None
@@ -103,14 +105,16 @@ class Histories:
         count = self._tokens.shape[0]
         if 2 * self.num_bytes > self._max_bytes:
             self._tokens = self._tokens[:, : self._width // 2 + 1]
-        self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)])
-        self._prompt_lens = torch.cat([self._prompt_lens, torch.zeros_like(self._prompt_lens)])
+        with torch.inference_mode(False):
+            self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)])
+            self._prompt_lens = torch.cat([self._prompt_lens, torch.zeros_like(self._prompt_lens)])
         self._free.extend(range(count, 2 * count))
 
     def _widen(self, width: int) -> None:
         while self._width < width and 2 * self.num_bytes <= self._max_bytes:
-            more = self._tokens.new_full((self._tokens.shape[0], self._width), -1)
-            self._tokens = torch.cat([self._tokens[:, :-1], more, self._tokens[:, -1:]], dim=1)
+            with torch.inference_mode(False):
+                more = self._tokens.new_full((self._tokens.shape[0], self._width), -1)
+                self._tokens = torch.cat([self._tokens[:, :-1], more, self._tokens[:, -1:]], dim=1)
 
     def _on_device(self, numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":

@@ -63,7 +63,13 @@ def run_with_stand_in(folder: Path, source: str) -> str:
     ],
 )
 def test_what_is_missing_is_one_warning_and_the_program_goes_on(tmp_path: Path, source: str, reason: str) -> None:
-    output = run_with_stand_in(tmp_path, source + "\ndef serve(): return 'served'\n")
+    serve = """
+def serve():
+    if "GPUModelRunner" in globals():
+        GPUModelRunner().initialize_kv_cache(None)
+    return "served"
+"""
+    output = run_with_stand_in(tmp_path, source + serve)
 
     warnings = [line for line in output.splitlines() if "kvcanary" in line]
     assert len(warnings) == 1
