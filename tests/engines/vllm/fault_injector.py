@@ -6,8 +6,8 @@ Used as ``KVCANARY_ADAPTERS=vllm,/path/to/this/file``. ``FAULTS`` in the environ
   one bit of a slot that the first running request has filled.
 - ``{"kind": "swap_blocks", "after_step": n}``: swap the first two blocks of the table of the
   running request that has the most.
-- ``{"kind": "foreign_block", "after_step": n}``: the first block of the sixth running request becomes the first block
-  of the fourth one's, too.
+- ``{"kind": "foreign_block", "after_step": n}``: the first block of the third running request becomes the first block
+  of the fifth one, too.
 
 Steps count from 1. What was done is appended to the file ``FAULT_REPORT``, one JSON object a line, ``slots`` and
 ``layer`` included. Both generations of model runners are broken alike. The layout is that of vLLM's CPU attention with
@@ -76,18 +76,24 @@ def _swap_blocks(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
 
 def _foreign_block(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
     rows, _ = _block_tables(runner)
-    rows[5][0] = rows[3][0]
-    return {"slots": _slots(runner, rows[5][:1])}
+    rows[4][0] = rows[2][0]
+    return {"slots": _slots(runner, rows[4][:1])}
 
 
 def _block_tables(runner: Any) -> tuple[list[Any], list[int]]:
-    """A view of the first table of each running request, ``[blocks]``, and how many of its blocks are in use."""
+    """A view of the first table of each running request, ``[blocks]``, and how many of its blocks are in use.
+
+    In the order in which the requests came: their ids begin with a number.
+    """
     if hasattr(runner, "req_states"):
-        tables, running = runner.block_tables, sorted(runner.req_states.index_to_req_id)
-        rows = tables.block_tables[0].gpu.numpy()
-        return [rows[row] for row in running], [int(tables.num_blocks.np[0, row]) for row in running]
-    table, count = runner.input_batch.block_table[0], runner.input_batch.num_reqs
-    return list(table.block_table.np[:count]), table.num_blocks_per_row[:count].tolist()
+        row_of = runner.req_states.req_id_to_index
+        table, counts = runner.block_tables.block_tables[0].gpu.numpy(), runner.block_tables.num_blocks.np[0]
+    else:
+        row_of = runner.input_batch.req_id_to_index
+        table = runner.input_batch.block_table[0].block_table.np
+        counts = runner.input_batch.block_table[0].num_blocks_per_row
+    running = [row_of[request] for request in sorted(row_of, key=lambda name: int(name.partition("-")[0]))]
+    return [table[row] for row in running], [int(counts[row]) for row in running]
 
 
 def _slots(runner: Any, blocks: Any) -> list[int]:
