@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from tests.otlp_receiver import OtlpReceiver
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 180.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class Process:
     def wait_for(self, text: str) -> str:
         """What follows ``text`` in the first line that has it. Fails the test if there is none in time."""
         assert self.popen.stdout is not None
-        watchdog = threading.Timer(TIMEOUT_S, self.popen.kill)
+        watchdog = threading.Timer(TIMEOUT_S, self._kill)
         watchdog.start()
         try:
             for line in self.popen.stdout:
@@ -44,12 +45,17 @@ class Process:
         # What was not read by a program that has died does not matter any more.
         with contextlib.suppress(BrokenPipeError):
             self.popen.stdin.close()
-        watchdog = threading.Timer(TIMEOUT_S, self.popen.kill)
+        watchdog = threading.Timer(TIMEOUT_S, self._kill)
         watchdog.start()
         self.output.extend(self.popen.stdout)
         self.popen.wait()
         watchdog.cancel()
         return "".join(self.output)
+
+    def _kill(self) -> None:
+        """End the program and all that it has started; a child left behind would keep its output open."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
 
     def tail(self) -> str:
         return "".join(self.output[-60:])
@@ -66,6 +72,7 @@ def start(command: Sequence[str | Path], environment: dict[str, str]) -> Iterato
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
     process = Process(popen)
     try:
