@@ -1,5 +1,6 @@
 #!/bin/bash
 # A virtual environment with a real engine in it: environment.sh ENGINE prints its folder, building it first if need be.
+# ENGINE may also be the path of another recipe from here, as ../agents is.
 #
 # The recipe is ENGINE/install.sh, ENGINE/requirements.txt and ENGINE/stubs beside this script. Each state of the recipe
 # has a folder of its own in the cache, so a changed recipe never meets an old environment. Two callers at once build it
@@ -16,7 +17,7 @@ fi
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/kvcanary-agent"
 shopt -s nullglob
 hash=$(cat "$recipe/install.sh" "$recipe/requirements.txt" "$recipe"/stubs/*/*.py | sha256sum | cut -c1-12)
-folder="$cache/$engine-$hash"
+folder="$cache/$(basename "$engine")-$hash"
 finished="$folder/finished"
 
 mkdir -p "$cache"
