@@ -27,8 +27,17 @@ def install() -> None:
 
     The explicit door, beside ``python -m kvcanary_agent run`` and the environment variables: it works whether or not
     ``KVCANARY_ENABLED`` is set. It can be reached several times in one process: from sitecustomize, from the program,
-    from an engine's plugin entry point. Only the first does anything, until `uninstall`.
+    from an engine's plugin entry point. Only the first does anything, until `uninstall`. It does not raise: where the
+    agent cannot start, that is one line on standard error.
     """
+    try:
+        _install()
+    except (Exception, SystemExit) as error:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _finder]
+        complain(f"not active in this process: {type(error).__name__}: {error}")
+
+
+def _install() -> None:
     global _finder
     import os
 

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcanary_agent.activation.patching import Around, owner_of, patch_method, unwrap_method
 from kvcanary_agent.canary import AllocatorCanary, AllocatorLayout, Canary, ForwardStep, KVCanaryError, KVLayout, Sink
@@ -52,6 +52,8 @@ _open: weakref.WeakValueDictionary[str, Canary] = weakref.WeakValueDictionary()
 _open_allocators: weakref.WeakValueDictionary[str, AllocatorCanary] = weakref.WeakValueDictionary()
 _shut_down_callbacks: list[Callable[[], None]] = []
 _already_said: set[tuple[str, str, str]] = set()
+_switched_off: set[str] = set()
+"""Engines of whose calls the agent has missed one: what it knows about them is out of date."""
 
 
 def settings() -> Settings:
@@ -77,7 +79,9 @@ def telemetry() -> Telemetry:
 def patch_class(engine: str, cls: type, arounds: Mapping[str, Around]) -> bool:
     """Patch methods of an engine's class, all of them or none; whether they are patched now.
 
-    If one cannot be patched, that is said, and the class stays as it is.
+    If one cannot be patched, that is said, and the class stays as it is. Whatever an around does, the engine gets what
+    its own method returns or raises, or in raise mode a `KVCanaryError`; the first around that fails is the last that
+    runs for this engine.
 
     Args:
         engine: The engine's name.
@@ -89,16 +93,70 @@ def patch_class(engine: str, cls: type, arounds: Mapping[str, Around]) -> bool:
     try:
         for method, around in arounds.items():
             owner = owner_of(cls, method)
-            if patch_method(cls, method, around):
+            if patch_method(cls, method, _harmless(engine, f"{name}.{method}", around)):
                 patched.append((owner, method))
-    except (AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:
         for owner, method in patched:
             unwrap_method(owner, method)
         telemetry().patched(engine, name, "failed")
-        not_covered(engine, name, str(error))
+        not_covered(engine, name, _described(error))
         return False
     telemetry().patched(engine, name, "patched")
     return True
+
+
+class _Call:
+    """An engine's own method, bound, and what became of calling it."""
+
+    __slots__ = ("error", "method", "result", "returned")
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+        self.returned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.result = self.method(*args, **kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        self.returned = True
+        return self.result
+
+
+def _harmless(engine: str, method: str, around: Around) -> Around:
+    """An around that cannot fail, or change what its method returns."""
+
+    def harmless(method_call: Callable[..., Any], receiver: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if engine in _switched_off:
+            return method_call(*args, **kwargs)
+        call = None
+        try:
+            call = _Call(method_call)
+            around(call, receiver, *args, **kwargs)
+        except (KVCanaryError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            if call is not None and error is call.error:
+                raise
+            _switch_off(engine, method, _described(error))
+        if call is not None and call.returned:
+            return call.result
+        if call is not None and call.error is not None:
+            raise call.error
+        _switch_off(engine, method, "it has not called the engine's method")
+        return method_call(*args, **kwargs)
+
+    return harmless
+
+
+def _switch_off(engine: str, method: str, reason: str) -> None:
+    if engine not in _switched_off:
+        _switched_off.add(engine)
+        with contextlib.suppress(Exception):
+            not_covered(engine, method, f"the agent is switched off after {reason}")
 
 
 def open_canary(layout: KVLayout) -> Canary | None:
@@ -126,7 +184,8 @@ def open_canary(layout: KVLayout) -> Canary | None:
         not_covered(layout.engine, f"pool {layout.pool}", _described(error))
         return None
     covered(layout.engine, f"pool {layout.pool}")
-    _announce(layout)
+    with contextlib.suppress(Exception):  # a log handler that raises, a closed standard error
+        _announce(layout)
     for subject, reason in layout.not_covered.items():
         not_covered(layout.engine, subject, reason)
     return canary
@@ -190,6 +249,7 @@ def shut_down() -> None:
     _open_allocators.clear()
     ended, _telemetry, _settings = _telemetry, None, None
     _already_said.clear()
+    _switched_off.clear()
     if ended is not None:
         ended.shutdown(_SHUT_DOWN_TIMEOUT_S)
 
@@ -231,7 +291,8 @@ def not_covered(engine: str, subject: str, reason: str) -> None:
     if (engine, subject, reason) in _already_said:
         return
     _already_said.add((engine, subject, reason))
-    log.warning("kvcanary: not covering %s of %s: %s", subject, engine, reason)
+    with contextlib.suppress(Exception):  # a log handler of the server's may raise, and coverage must fall even then
+        log.warning("kvcanary: not covering %s of %s: %s", subject, engine, reason)
     try:
         telemetry().coverage(engine, subject, False, reason)
     except Exception as error:

@@ -12,6 +12,7 @@ built-in one. Its entries are parsed by `kvcanary_agent.settings`:
   sitecustomize that is before Python puts the script's folder or the working directory on ``sys.path``.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -26,8 +27,9 @@ _log = logging.getLogger("kvcanary_agent")
 
 
 def warn(message: str) -> None:
-    """One line in the server's own log."""
-    _log.warning("kvcanary: %s", message)
+    """One line in the server's own log; never raises, not even because of the server's handlers."""
+    with contextlib.suppress(Exception):
+        _log.warning("kvcanary: %s", message)
 
 
 def chosen_adapters(builtin: Mapping[str, list[object]], environ: Mapping[str, str]) -> dict[str, list[object]]:

@@ -81,6 +81,8 @@ def wrap_method(owner: type, name: str, around: Around) -> None:
             return
         patch = _Patch(owner, name, original, around)
         patch.wrapper = _build_wrapper(patch)
+        if not (callable(around) and callable(getattr(patch.wrapper, "__func__", patch.wrapper))):
+            raise TypeError(f"{_label(owner, name)} would be replaced by what cannot be called: {around!r}")
         _replace(owner, name, original, patch.wrapper)
         _patches.add(patch)
 

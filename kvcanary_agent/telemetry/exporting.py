@@ -12,6 +12,7 @@ from opentelemetry.trace import Tracer
 from kvcanary_agent import __version__
 from kvcanary_agent.telemetry.flusher import Flusher
 from kvcanary_agent.telemetry.instruments import create_instruments
+from kvcanary_agent.telemetry.log_lines import unlock_handlers
 from kvcanary_agent.telemetry.providers import Signal, choose_providers, is_proxy
 from kvcanary_agent.telemetry.reporter import Reporter
 from kvcanary_agent.telemetry.semconv import SCOPE
@@ -58,15 +59,24 @@ class Exporting:
         tickets = [(flusher, flusher.request(urgent=True)) for flusher in self._flushers]
         return all(flusher.wait(ticket, deadline) for flusher, ticket in tickets) and reported
 
-    def finish(self, timeout_s: float) -> None:
-        """Exports what is left at the end of the process, for at most ``timeout_s``.
+    def finish(self, timeout_s: float, report_timeout_s: float) -> None:
+        """Exports what is left at the end of the process.
 
         The exporters stay up: a library that one thread tears down while another one exports through it may crash.
+
+        Args:
+            timeout_s: For all of it, if nothing that was reported waits for its export.
+            report_timeout_s: From the time of the oldest report that waits, if that is longer.
         """
-        deadline = time.monotonic() + timeout_s
-        self.flush(timeout_s)
+        now = time.monotonic()
+        waiting = [
+            since for since in (self.reporter.waiting_since, *(f.waiting_since for f in self._flushers)) if since
+        ]
+        deadline = max(now + timeout_s, min(waiting, default=now) + (report_timeout_s if waiting else 0.0))
+        self.flush(deadline - now)
         self.reporter.close()
-        self.reporter.join(deadline)
+        if not self.reporter.join(deadline):
+            unlock_handlers()
 
     def close(self, timeout_s: float) -> bool:
         """Exports what is left, ends the threads and shuts the private providers down.

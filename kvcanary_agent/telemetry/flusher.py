@@ -39,6 +39,7 @@ class Flusher:
         self._requested = 0
         self._urgent = 0
         self._done = 0
+        self._waiting_since: float | None = None
         self._closing = False
         self._failures = Failures()
         self._thread = threading.Thread(target=self._run, name=f"kvcanary-{signal}", daemon=True)
@@ -55,6 +56,8 @@ class Flusher:
         """
         with self._changed:
             self._requested += 1
+            if self._waiting_since is None:
+                self._waiting_since = time.monotonic()
             if urgent:
                 self._urgent = self._requested
             self._changed.notify_all()
@@ -68,6 +71,11 @@ class Flusher:
         """
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= ticket, max(0.0, deadline - time.monotonic()))
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when, at the latest, something waits to be exported (monotonic seconds); None if nothing does."""
+        return self._waiting_since
 
     def close(self) -> None:
         """Lets the thread end once the exports that are requested have ended; does not wait for it."""
@@ -90,10 +98,12 @@ class Flusher:
                 target = self._requested
                 if self._closing and target == self._done:
                     break
-            earliest = time.monotonic() + MIN_GAP_S
+            started = time.monotonic()
+            earliest = started + MIN_GAP_S
             self._attempt(self._flush)
             with self._changed:
                 self._done = target
+                self._waiting_since = None if target == self._requested else started
                 self._changed.notify_all()
         self._attempt(self._shut_down)
 

@@ -97,6 +97,20 @@ def _log_except_to_opentelemetry(message: str) -> None:
             handler.handle(record)
 
 
+def unlock_handlers() -> None:
+    """At the end of the process: give each handler that is still busy with a line of ours a lock that is free.
+
+    ``logging`` waits for every handler's lock at exit. A handler that blocks, on a pipe that nobody reads or a host
+    that does not answer, would hold the process up for ever, and with a line that the host has not written itself.
+    """
+    for handler in _handlers(_logger):
+        lock = handler.lock
+        if lock is not None and not lock.acquire(blocking=False):
+            handler.createLock()
+        elif lock is not None:
+            lock.release()
+
+
 def _handlers(logger: logging.Logger) -> list[logging.Handler]:
     handlers: list[logging.Handler] = []
     current: logging.Logger | None = logger

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from kvcanary_agent.settings import Settings
     from kvcanary_agent.telemetry.exporting import Exporting
 
-EXIT_TIMEOUT_S = 2.0
-"""The longest that exporting what is left may hold up the end of the process."""
+EXIT_TIMEOUT_S = 0.2
+"""The longest that exporting the last totals may hold up the end of the process."""
+
+REPORT_TIMEOUT_S = 2.0
+"""The end of the process waits for a report to be exported until the report is so old, if that is longer."""
 
 _inherited: list[Exporting] = []
 """What forked children got from their parents: kept, because destructors would use connections that the parent uses."""
@@ -157,7 +160,7 @@ class Telemetry:
 
     def _export_at_exit(self) -> None:
         if self._exporting is not None:
-            self._exporting.finish(EXIT_TIMEOUT_S)
+            self._exporting.finish(EXIT_TIMEOUT_S, REPORT_TIMEOUT_S)
 
     def _start_over_after_fork(self) -> None:
         # A forked child has one thread here. Locks that other threads held are replaced, not taken.

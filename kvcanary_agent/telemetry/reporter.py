@@ -86,6 +86,7 @@ class Reporter:
         self._num_bursts = 0
         self._diagnoses: dict[Violation, Diagnosis] = {}
         self._failures = Failures()
+        self._waiting_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvcanary-reports", daemon=True)
         self._thread.start()
 
@@ -137,6 +138,11 @@ class Reporter:
         self._pending.put(reached)
         return reached.wait(timeout_s)
 
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when reports wait to be written (monotonic seconds); None if none do."""
+        return self._waiting_since
+
     def close(self) -> None:
         """Lets the thread end after what is pending; does not wait for it."""
         self._pending.put(None)
@@ -150,6 +156,8 @@ class Reporter:
         if self._pending.qsize() >= MAX_PENDING:
             return False
         self._pending.put(report)
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
         return True
 
     def _run(self) -> None:
@@ -174,6 +182,7 @@ class Reporter:
                 self._attempt("reporting a pass of checks", partial(self._report_pass, item))
             if self._pending.empty():
                 self._request_export()
+                self._waiting_since = None
 
     def _gather(self, first: _ViolationReport) -> tuple[list[_ViolationReport], _Report | threading.Event | None]:
         """The violations that come one after the other, and what comes then; the last of them if nothing else does."""
