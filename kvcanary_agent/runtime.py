@@ -21,6 +21,7 @@ from kvcanary_agent.canary import AllocatorCanary, AllocatorLayout, Canary, Forw
 from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
+    from kvcanary_agent.canary.violation import Neighbourhood
     from kvcanary_agent.telemetry import Telemetry
     from kvcanary_agent.telemetry.pool_facts import PoolFacts
 
@@ -177,6 +178,7 @@ def open_canary(layout: KVLayout) -> Canary | None:
             facts=_facts(layout),
         )
         canary = _new_canary(layout, sink)
+        sink.look_with(_slots_around(canary))
         _open[layout.pool] = canary
         # An engine that is dropped without a word takes its canary with it.
         weakref.finalize(canary, sink.close).atexit = False
@@ -189,6 +191,17 @@ def open_canary(layout: KVLayout) -> Canary | None:
     for subject, reason in layout.not_covered.items():
         not_covered(layout.engine, subject, reason)
     return canary
+
+
+def _slots_around(canary: Canary) -> Callable[[str, int], Neighbourhood | None]:
+    """The canary's own method, which does not keep the canary."""
+    method = weakref.WeakMethod(canary.slots_around)
+
+    def slots_around(group: str, block: int) -> Neighbourhood | None:
+        look = method()
+        return None if look is None else look(group, block)
+
+    return slots_around
 
 
 def _facts(layout: KVLayout) -> PoolFacts:

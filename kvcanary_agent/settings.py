@@ -52,6 +52,8 @@ class Settings:
     """KVCANARY_SWEEP_SLOTS_PER_STEP: idle cached slots checked in each step; 0 checks none."""
     adapters: tuple[str, ...] = ()
     """KVCANARY_ADAPTERS: the adapters to use, see `kvcanary_agent.activation.adapter_loading`; empty: all built in."""
+    incident_dir: str | None = None
+    """KVCANARY_INCIDENT_DIR: the folder for incident files; None writes none."""
     reveal_tokens: bool = False
     """KVCANARY_REVEAL_TOKENS: whether reports carry token ids in clear rather than as keyed hashes."""
 
@@ -194,6 +196,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "scrub_period": _at_least(1),
     "sweep_slots_per_step": _at_least(0),
     "adapters": _adapters,
+    "incident_dir": str,
     "reveal_tokens": _boolean,
     "drill": _drill,
 }

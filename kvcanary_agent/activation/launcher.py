@@ -89,6 +89,9 @@ def instrumented(environ: "Mapping[str, str]", adapters: "Sequence[str]" = ()) -
                 raise LaunchError(f"KVCANARY_ADAPTERS names {entry!r}, but there is no such file", 2)
         absolute = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in adapters)
         changed["KVCANARY_ADAPTERS"] = ",".join(absolute)
+    incident_dir = environ.get("KVCANARY_INCIDENT_DIR", "").strip()
+    if incident_dir:
+        changed["KVCANARY_INCIDENT_DIR"] = os.path.abspath(incident_dir)
     return changed
 
 

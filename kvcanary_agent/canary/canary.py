@@ -19,6 +19,7 @@ from kvcanary_agent.settings import Settings
 
 from .block_log import BlockLog
 from .layout import KVGroup, KVLayout
+from .neighbourhood import slots_around
 from .occupancy import Occupancy
 from .ownership import Misuse, Ownership
 from .prefix_index import broken_entries
@@ -26,7 +27,7 @@ from .reporting import Recent, Reporter
 from .schedule import Patrol, scrub_schedule
 from .step import ForwardStep, GroupStep
 from .transfers import StoredRecords, enter_foreign
-from .violation import CheckCounts, Kind, KVCanaryError, Sink, Violation
+from .violation import CheckCounts, Kind, KVCanaryError, Neighbourhood, Sink, Violation
 
 RING_CAPACITY = 4096
 # A part of fewer bytes than this may well hold the same bytes for two tokens.
@@ -355,6 +356,7 @@ class Canary:
         """
         start = time.time_ns()
         self._step += 1
+        self._sink.step_started(self._step, step.requests, step.token_ids.shape[0])
         shared_rows = self._shared_rows(step)
         offsets = step.query_offsets.to(torch.int64)
         # Told how many there are, a GPU need not be waited for.
@@ -464,6 +466,16 @@ class Canary:
                     detail=f"rank {self.layout.rank} of {self.layout.world_size} reads something else than the others",
                 )
             )
+
+    def slots_around(self, group: str, block: int) -> Neighbourhood | None:
+        """What the records say about a block and those beside it, for a report: it waits for the device.
+
+        None if there is no such block.
+        """
+        for described, records in zip(self.layout.groups, self._records, strict=True):
+            if described.name == group and 0 <= block < described.num_blocks:
+                return slots_around(records, self._reporter, group, block)
+        return None
 
     def close(self) -> None:
         """Let go of the engine's tensors; no other call may follow."""

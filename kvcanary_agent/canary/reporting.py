@@ -251,7 +251,7 @@ class Reporter:
 
     def _show(self, fault: Fault, value: int) -> str:
         if fault in _TOKEN_FAULTS:
-            return self._show_token(value)
+            return self.show_token(value)
         if fault is Fault.SEED:
             namespace, epoch = self._seeds.get(value, ("forgotten", None))
             return f"namespace {'none' if namespace is None else self.keyed(namespace.encode())}, epoch {epoch}"
@@ -263,7 +263,8 @@ class Reporter:
         """A chain, fingerprint or digest for a report: hashed with this process's key, as it follows from tokens."""
         return f"hash:{self.keyed(value.to_bytes(8, 'little', signed=True))}"
 
-    def _show_token(self, token: int) -> str:
+    def show_token(self, token: int) -> str:
+        """A token id for a report: hashed with this process's key, unless tokens are to be revealed."""
         if token < 0:
             return "none"
         if self._reveal_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -92,6 +93,34 @@ class Violation:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotState:
+    """What the records say about a slot.
+
+    Attributes:
+        state: ``"written"``; ``"void"``: written, but before its block was handed out last; ``"unwritten"``;
+            ``"unknown"``: its contents came from elsewhere.
+        token: As in reports: hashed unless revealed. With ``position``, ``writer`` and ``written_step`` None where
+            there is no record.
+    """
+
+    slot: int
+    state: str
+    token: str | None = None
+    position: int | None = None
+    writer: str | None = None
+    written_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbourhood:
+    """The slots of a block and of the blocks beside it, in order."""
+
+    group: str
+    block: int
+    slots: tuple[SlotState, ...]
+
+
 class KVCanaryError(RuntimeError):
     """Raised in raise mode, before the output of the step can be used.
 
@@ -125,6 +154,9 @@ class Sink:
 
     def violation(self, violation: Violation) -> None:
         """A violation, once per slot, part and write: a slot that stays broken is not reported again each step."""
+
+    def step_started(self, step: int, requests: Sequence[str], num_new_tokens: int) -> None:
+        """A step begins, for these requests; ``requests`` may change afterwards."""
 
     def pass_finished(
         self, phase: str, step: int, start_ns: int, end_ns: int, counts: CheckCounts, violations: tuple[Violation, ...]

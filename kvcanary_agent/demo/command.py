@@ -21,8 +21,8 @@ from typing import Any
 
 from kvcanary_agent.demo.config import ModelConfig
 from kvcanary_agent.demo.observations import Attributes, points, total, violations
-from kvcanary_agent.demo.screen import Screen
 from kvcanary_agent.demo.server_process import ServerError, ServerProcess
+from kvcanary_agent.screen import Screen
 
 NUM_REQUESTS = 40
 CONCURRENCY = 12
@@ -68,7 +68,8 @@ def main(argv: list[str]) -> int:
         "hand one block out twice, and show what the agent reports. Exit status 0 if it reported nothing "
         "before, and both faults as what they are; 1 otherwise.",
         epilog="KVCANARY_* variables configure the agent in the server, but KVCANARY_ENABLED, KVCANARY_MODE "
-        "and KVCANARY_DRILL are ignored, and KVCANARY_CONTENT is full unless it is set. NO_COLOR turns colours off.",
+        "and KVCANARY_DRILL are ignored, KVCANARY_CONTENT is full and KVCANARY_INCIDENT_DIR a new folder unless they "
+        "are set. NO_COLOR turns colours off.",
     ).parse_args(argv)
     screen = Screen(sys.stdout, os.environ)
     try:
@@ -112,6 +113,7 @@ def _demonstrate(screen: Screen, server: ServerProcess) -> int:
         demonstration.flip_a_byte()
         demonstration.hand_a_block_out_twice()
         demonstration.show_metrics()
+        demonstration.name_incidents()
     if demonstration.failures:
         screen.heading("Not as expected")
         for failure in demonstration.failures:
@@ -261,6 +263,17 @@ class _Demonstration:
             "A slot that stays broken fails its check at every step, and is reported once for each request that reads "
             "it, and once for the patrol (sweep)."
         )
+
+    def name_incidents(self) -> None:
+        """The files that the agent has written, and how to look at them."""
+        folder = self._server.incident_folder
+        deadline = time.monotonic() + REPORT_TIMEOUT_S
+        while not (files := sorted(folder.glob("*.json"))) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if files:
+            self._screen.heading("Incident files: evidence, probable causes, what to try next. To read them:")
+        for file in files[-2:]:
+            self._screen.command(["python", "-m", "kvcanary_agent", "report", str(file)])
 
     def _generate(self, request: Request) -> Any:
         return self._server.call("POST", "/generate", request)

@@ -44,6 +44,8 @@ class ServerProcess:
         ]
         self._unset = [name for name in ("KVCANARY_ENABLED", "KVCANARY_MODE", "KVCANARY_DRILL") if name in environ]
         self._set = {} if environ.get("KVCANARY_CONTENT", "").strip() else {"KVCANARY_CONTENT": "full"}
+        if not environ.get("KVCANARY_INCIDENT_DIR", "").strip():
+            self._set["KVCANARY_INCIDENT_DIR"] = tempfile.mkdtemp(prefix="kvcanary-demo-")
         kept = {name: value for name, value in environ.items() if name not in self._unset}
         self._environ = kept | self._set
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the context
@@ -63,6 +65,11 @@ class ServerProcess:
     def content(self) -> str:
         """KVCANARY_CONTENT in the server."""
         return self._environ["KVCANARY_CONTENT"].strip()
+
+    @property
+    def incident_folder(self) -> Path:
+        """KVCANARY_INCIDENT_DIR in the server: the user's, or a new one that stays."""
+        return Path(self._environ["KVCANARY_INCIDENT_DIR"].strip())
 
     @property
     def url(self) -> str:

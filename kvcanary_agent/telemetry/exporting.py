@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Tracer
 
 from kvcanary_agent import __version__
+from kvcanary_agent.settings import Settings
 from kvcanary_agent.telemetry.flusher import Flusher
+from kvcanary_agent.telemetry.incidents import IncidentRecorder
+from kvcanary_agent.telemetry.incidents.folder import IncidentFolder
 from kvcanary_agent.telemetry.instruments import create_instruments
 from kvcanary_agent.telemetry.log_lines import unlock_handlers
 from kvcanary_agent.telemetry.providers import Signal, choose_providers, is_proxy
@@ -32,19 +36,24 @@ class Exporting:
     Args:
         tallies: What the instruments observe.
         resource_attributes: What private providers say of this process.
+        settings: Whether and where incidents are written.
     """
 
-    def __init__(self, tallies: Tallies, resource_attributes: Mapping[str, str | int]) -> None:
+    def __init__(self, tallies: Tallies, resource_attributes: Mapping[str, str | int], settings: Settings) -> None:
         self._providers = choose_providers(resource_attributes)
         self.tracer: Tracer = self._providers.traces.get_tracer(SCOPE, __version__)
         meter = self._providers.metrics.get_meter(SCOPE, __version__)
         self.step_duration: Histogram = create_instruments(meter, tallies)
         self._flushers = [self._flusher(signal) for signal in _SIGNALS]
+        self._incidents: IncidentRecorder | None = None
+        if settings.incident_dir is not None:
+            self._incidents = IncidentRecorder(settings, IncidentFolder(Path(settings.incident_dir)))
         self.reporter = Reporter(
             self.tracer,
             self._providers.logs.get_logger(SCOPE, __version__),
             lambda: not is_proxy(self._providers.current("logs")),
             self.request_export,
+            self._incidents,
         )
 
     def request_export(self) -> None:
@@ -56,6 +65,7 @@ class Exporting:
         """Waits until everything reported so far has been exported; False if that takes longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         reported = self.reporter.drain(timeout_s)
+        reported &= self._incidents is None or self._incidents.drain(deadline)
         tickets = [(flusher, flusher.request(urgent=True)) for flusher in self._flushers]
         return all(flusher.wait(ticket, deadline) for flusher, ticket in tickets) and reported
 
@@ -88,6 +98,9 @@ class Exporting:
         flushed = self.flush(timeout_s)
         self.reporter.close()
         reported = self.reporter.join(deadline)
+        if self._incidents is not None:
+            self._incidents.close()
+            reported &= self._incidents.join(deadline)
         for flusher in self._flushers:
             flusher.close()
         return all(flusher.join(deadline) for flusher in self._flushers) and flushed and reported

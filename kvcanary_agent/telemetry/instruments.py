@@ -65,6 +65,11 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
             for kind, count in list(tally.drills.items()):
                 yield Observation(count, {**pool_attributes(key), semconv.KIND: kind})
 
+    def incidents(_: CallbackOptions) -> Iterable[Observation]:
+        for key, tally in list(tallies.pools.items()):
+            for outcome, count in list(tally.incidents.items()):
+                yield Observation(count, {**pool_attributes(key), semconv.OUTCOME: outcome})
+
     def records_memory(_: CallbackOptions) -> Iterable[Observation]:
         for key, tally in list(tallies.pools.items()):
             if tally.records_bytes is not None:
@@ -100,6 +105,9 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
     )
     meter.create_observable_counter(
         "kvcanary.drills", [drills], "{drill}", "Faults injected on purpose, see KVCANARY_DRILL."
+    )
+    meter.create_observable_counter(
+        "kvcanary.incidents", [incidents], "{incident}", "Bursts of violations by what became of their files."
     )
     meter.create_observable_up_down_counter(
         "kvcanary.records.memory", [records_memory], "By", "Memory of the canary's records and scratch."

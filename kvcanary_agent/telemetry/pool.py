@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcanary_agent.canary.violation import CheckCounts, Sink, Violation
+from kvcanary_agent.canary.violation import CheckCounts, Neighbourhood, Sink, Violation
 from kvcanary_agent.telemetry import semconv
+from kvcanary_agent.telemetry.bursts import QUIET_S
 from kvcanary_agent.telemetry.diagnosis import Burst, diagnose
+from kvcanary_agent.telemetry.found import FoundViolation
+from kvcanary_agent.telemetry.incidents.document import StepContext
 from kvcanary_agent.telemetry.log_lines import ViolationLines
 from kvcanary_agent.telemetry.pool_facts import PoolFacts
 from kvcanary_agent.telemetry.tallies import PoolKey, PoolTally
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
 
 
 FLUSH_TIMEOUT_S = 1.0
+
+_REMEMBERED_STEPS = 4
+_MAX_REQUESTS = 64
 
 
 class PoolTelemetry(Sink):
@@ -40,6 +49,9 @@ class PoolTelemetry(Sink):
         self._tally: PoolTally | None = None
         self._exporting: Exporting | None = None
         self._records_bytes: int | None = None
+        self._steps: dict[int, StepContext] = {}
+        self._slots_around: Callable[[str, int], Neighbourhood | None] | None = None
+        self._found_last = -math.inf
         # For violations that cannot be reported in any other way.
         self._lines = ViolationLines()
 
@@ -52,7 +64,7 @@ class PoolTelemetry(Sink):
 
     def close(self) -> None:
         """The pool is gone: it no longer counts among the pools, and its records' memory is given back."""
-        self._records_bytes = None
+        self._records_bytes = self._slots_around = None
         if self._tally is not None:
             self._tally.records_bytes = None
 
@@ -74,11 +86,40 @@ class PoolTelemetry(Sink):
             layer = self._telemetry.tallies.bounded_layer(violation.layer)
             series = (str(violation.kind), layer, violation.part or "")
             tally.violations[series] = tally.violations.get(series, 0) + 1
-            if not exporting.reporter.violation(violation, self._attributes, self._facts):
+            found = FoundViolation(
+                violation=violation,
+                attributes=self._attributes,
+                facts=self._facts,
+                step=self._steps.get(violation.step),
+                neighbourhood=self._neighbourhood(violation),
+                tally=tally,
+            )
+            if not exporting.reporter.violation(found):
                 tally.lost += 1
         except Exception as error:
             self._telemetry.failures.log("reporting a violation", error)
             self._log_without_opentelemetry(violation)
+
+    def step_started(self, step: int, requests: Sequence[str], num_new_tokens: int) -> None:
+        """Remembers what the step is doing, for incidents; a GPU reports what it found one step later."""
+        if self._telemetry.writes_incidents:
+            steps, first = self._steps, tuple(requests[:_MAX_REQUESTS])
+            steps[step] = StepContext(
+                step=step, requests=first, num_requests=len(requests), num_new_tokens=num_new_tokens
+            )
+            if len(steps) > _REMEMBERED_STEPS:
+                del steps[next(iter(steps))]
+
+    def look_with(self, slots_around: Callable[[str, int], Neighbourhood | None]) -> None:
+        """How to look at the records around a violation; it is done for incident files alone, once for each burst."""
+        self._slots_around = slots_around
+
+    def _neighbourhood(self, violation: Violation) -> Neighbourhood | None:
+        now = time.monotonic()
+        quiet, self._found_last = now - self._found_last >= QUIET_S, now
+        if not quiet or not self._telemetry.writes_incidents or self._slots_around is None:
+            return None
+        return self._slots_around(violation.group, violation.block)
 
     def _log_without_opentelemetry(self, violation: Violation) -> None:
         try:

@@ -38,10 +38,12 @@ class GroupFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFacts:
-    """Every group of a pool, in its order, and whether the adapter tells who holds which block."""
+    """Every group of a pool, in its order, whether the adapter tells who holds which block, and of how many ranks it is
+    one."""
 
     groups: tuple[GroupFacts, ...]
     reports_ownership: bool = False
+    world_size: int = 1
 
     @classmethod
     def of(cls, layout: KVLayout) -> PoolFacts:
@@ -62,7 +64,7 @@ class PoolFacts:
             )
             for group in layout.groups
         )
-        return cls(groups=groups, reports_ownership=layout.reports_ownership)
+        return cls(groups=groups, reports_ownership=layout.reports_ownership, world_size=layout.world_size)
 
     @cached_property
     def parts(self) -> Mapping[str, int]:

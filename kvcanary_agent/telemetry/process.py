@@ -42,6 +42,7 @@ class Telemetry:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._tallies = Tallies()
         self._lock = threading.Lock()
         self._exporting: Exporting | None = None
@@ -128,6 +129,10 @@ class Telemetry:
         return exporting is None or exporting.close(timeout_s)
 
     @property
+    def writes_incidents(self) -> bool:
+        return self._settings.incident_dir is not None
+
+    @property
     def tallies(self) -> Tallies:
         """The totals that the instruments observe."""
         return self._tallies
@@ -146,7 +151,7 @@ class Telemetry:
             self._start_failed = True
             from kvcanary_agent.telemetry.exporting import Exporting
 
-            self._exporting = Exporting(self._tallies, self._resource_attributes)
+            self._exporting = Exporting(self._tallies, self._resource_attributes, self._settings)
             self._start_failed = False
             # After the exporters' libraries have registered their exit handlers, so that this one runs before theirs.
             atexit.unregister(self._export_at_exit)

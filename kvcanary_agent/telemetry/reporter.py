@@ -18,10 +18,11 @@ from opentelemetry.context import Context, get_current
 from kvcanary_agent.canary.violation import Violation
 from kvcanary_agent.telemetry import semconv
 from kvcanary_agent.telemetry.bursts import PoolBurst
-from kvcanary_agent.telemetry.diagnosis import Burst, Diagnosis, diagnose
+from kvcanary_agent.telemetry.diagnosis import Burst, Diagnosis, diagnose, diagnose_burst
 from kvcanary_agent.telemetry.failures import Failures
+from kvcanary_agent.telemetry.found import FoundViolation
+from kvcanary_agent.telemetry.incidents import Incident, IncidentRecorder
 from kvcanary_agent.telemetry.log_lines import ViolationLines
-from kvcanary_agent.telemetry.pool_facts import NOTHING_KNOWN, PoolFacts
 
 MAX_PENDING = 4096
 """Reports that wait to be written; beyond this their details are dropped."""
@@ -30,14 +31,6 @@ GATHER_S = 0.05
 """The longest that a violation waits for others of its step, which change what it means."""
 
 Attributes = Mapping[str, str | int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ViolationReport:
-    violation: Violation
-    attributes: Attributes
-    facts: PoolFacts
-    time_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +50,7 @@ class _DrillReport:
     time_ns: int
 
 
-_Report = _ViolationReport | _PassReport | _DrillReport
+_Report = FoundViolation | _PassReport | _DrillReport
 
 
 class Reporter:
@@ -67,6 +60,7 @@ class Reporter:
         tracer, logger: Where spans and log records go.
         logs_are_exported: Whether log records given to ``logger`` go anywhere.
         request_export: Called, on the reporter's thread, when all that was pending has been reported.
+        incidents: Who writes incident files, if anybody does.
     """
 
     def __init__(
@@ -75,11 +69,13 @@ class Reporter:
         logger: Logger,
         logs_are_exported: Callable[[], bool],
         request_export: Callable[[], None],
+        incidents: IncidentRecorder | None = None,
     ) -> None:
         self._tracer = tracer
         self._otel_logger = logger
         self._logs_are_exported = logs_are_exported
         self._request_export = request_export
+        self._incidents = incidents
         self._pending: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
         self._lines = ViolationLines()
         self._bursts: dict[str, PoolBurst] = {}
@@ -90,17 +86,13 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="kvcanary-reports", daemon=True)
         self._thread.start()
 
-    def violation(self, violation: Violation, attributes: Attributes, facts: PoolFacts = NOTHING_KNOWN) -> bool:
-        """Has a violation logged; never waits.
-
-        Args:
-            attributes, facts: Of the pool.
+    def violation(self, found: FoundViolation) -> bool:
+        """Has a violation logged, and made part of an incident; never waits.
 
         Returns:
             False if too many reports are pending and this one was dropped.
         """
-        now_ns = time.time_ns()
-        return self._submit(_ViolationReport(violation=violation, attributes=attributes, facts=facts, time_ns=now_ns))
+        return self._submit(found)
 
     def failed_pass(
         self, name: str, attributes: Attributes, start_ns: int, end_ns: int, violations: tuple[Violation, ...]
@@ -167,7 +159,7 @@ class Reporter:
             except queue.Empty:
                 self._attempt("logging violations", self._lines.end_window)
                 continue
-            if isinstance(item, _ViolationReport):
+            if isinstance(item, FoundViolation):
                 together, item = self._gather(item)
                 self._attempt("reporting violations", partial(self._report_violations, together))
             if item is None:
@@ -184,7 +176,7 @@ class Reporter:
                 self._request_export()
                 self._waiting_since = None
 
-    def _gather(self, first: _ViolationReport) -> tuple[list[_ViolationReport], _Report | threading.Event | None]:
+    def _gather(self, first: FoundViolation) -> tuple[list[FoundViolation], _Report | threading.Event | None]:
         """The violations that come one after the other, and what comes then; the last of them if nothing else does."""
         together = [first]
         deadline = time.monotonic() + GATHER_S
@@ -193,7 +185,7 @@ class Reporter:
                 item = self._pending.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-            if not isinstance(item, _ViolationReport):
+            if not isinstance(item, FoundViolation):
                 return together, item
             together.append(item)
         return together, together[-1]
@@ -206,26 +198,43 @@ class Reporter:
             return False
         return True
 
-    def _report_violations(self, reports: Sequence[_ViolationReport]) -> None:
-        of_pool: defaultdict[str, list[_ViolationReport]] = defaultdict(list)
+    def _report_violations(self, reports: Sequence[FoundViolation]) -> None:
+        of_pool: defaultdict[str, list[FoundViolation]] = defaultdict(list)
         for report in reports:
             of_pool[report.violation.pool].append(report)
         for pool, together in of_pool.items():
-            known = self._burst(pool, together[0].time_ns)
+            known = self._burst(pool, together[0])
             for report in together:
-                known.add(report.violation, report.time_ns)
+                known.add(report)
+            if self._incidents is not None:
+                self._attempt("recording an incident", partial(self._record, self._incidents, known))
             burst = Burst(known.kept, together[0].facts.parts)
             for report in together:
                 self._attempt("reporting a violation", partial(self._report_violation, report, burst))
 
-    def _burst(self, pool: str, now_ns: int) -> PoolBurst:
+    def _burst(self, pool: str, found: FoundViolation) -> PoolBurst:
         known = self._bursts.get(pool)
-        if known is None or not known.goes_on(now_ns):
+        if known is None or not known.goes_on(found):
             self._num_bursts += 1
-            known = self._bursts[pool] = PoolBurst(self._num_bursts, now_ns)
+            known = self._bursts[pool] = PoolBurst(self._num_bursts, found)
         return known
 
-    def _report_violation(self, report: _ViolationReport, burst: Burst) -> None:
+    def _record(self, incidents: IncidentRecorder, known: PoolBurst) -> None:
+        first, kept = known.first, known.kept
+        incident = Incident(
+            first_ns=first.time_ns,
+            last_ns=known.last_ns,
+            attributes=first.attributes,
+            facts=first.facts,
+            kinds={str(kind): count for kind, count in known.kinds.items()},
+            violations=tuple(kept),
+            diagnosis=diagnose_burst(kept, first.facts.parts),
+            step=first.step,
+            neighbourhood=first.neighbourhood,
+        )
+        incidents.update(known.number, incident, first.tally.count_incident)
+
+    def _report_violation(self, report: FoundViolation, burst: Burst) -> None:
         violation = report.violation
         diagnosis = diagnose(violation, burst)
         if len(self._diagnoses) >= MAX_PENDING:
@@ -237,7 +246,7 @@ class Reporter:
         )
         self._lines.write(str(report.attributes[semconv.ENGINE]), violation, diagnosis, already_exported=exported)
 
-    def _emit(self, report: _ViolationReport, diagnosis: Diagnosis) -> None:
+    def _emit(self, report: FoundViolation, diagnosis: Diagnosis) -> None:
         self._otel_logger.emit(
             timestamp=report.time_ns,
             severity_number=SeverityNumber.ERROR,

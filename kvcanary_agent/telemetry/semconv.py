@@ -46,6 +46,7 @@ BLOCK_HISTORY = "kvcanary.block_history"
 DETAIL = "kvcanary.detail"
 CAUSE = "kvcanary.cause"
 CONFIDENCE = "kvcanary.confidence"
+INCIDENTS = "kvcanary.incidents"
 
 DRILL_EVENT = "kvcanary.drill"
 """Name of the log record's event when a drill has injected a fault."""

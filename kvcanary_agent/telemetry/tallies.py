@@ -32,6 +32,7 @@ class PoolTally:
         checks: Check -> ``[slots that passed, slots that failed]``.
         violations: ``(kind, layer or "", part or "")`` -> violations.
         drills: Kind of drill -> faults injected.
+        incidents: What became of bursts of violations (``written``, ``repeated``, ``dropped``) -> how many.
         lost: Violations that were counted but whose details were not kept.
         records_bytes: Bytes of the canary's records and scratch; None while the pool has no canary.
     """
@@ -39,8 +40,13 @@ class PoolTally:
     checks: dict[str, list[int]] = field(default_factory=dict)
     violations: dict[tuple[str, str, str], int] = field(default_factory=dict)
     drills: dict[str, int] = field(default_factory=dict)
+    incidents: dict[str, int] = field(default_factory=dict)
     lost: int = 0
     records_bytes: int | None = None
+
+    def count_incident(self, outcome: str) -> None:
+        """Called by the thread that writes incidents, and by no other."""
+        self.incidents[outcome] = self.incidents.get(outcome, 0) + 1
 
 
 @dataclass(slots=True)

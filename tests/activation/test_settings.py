@@ -15,6 +15,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         scrub_period=128,
         sweep_slots_per_step=64,
         adapters=(),
+        incident_dir=None,
         reveal_tokens=False,
     )
 
@@ -27,6 +28,7 @@ def test_every_variable_is_read() -> None:
         "KVCANARY_SCRUB_PERIOD": "1",
         "KVCANARY_SWEEP_SLOTS_PER_STEP": "0",
         "KVCANARY_ADAPTERS": "vllm, ./mine.py,/opt/theirs.py, package.module:Adapter",
+        "KVCANARY_INCIDENT_DIR": "/var/log/kvcanary",
         "KVCANARY_REVEAL_TOKENS": "on",
         "OTEL_SERVICE_NAME": "of no concern",
     }
@@ -37,6 +39,7 @@ def test_every_variable_is_read() -> None:
         scrub_period=1,
         sweep_slots_per_step=0,
         adapters=("vllm", "./mine.py", "/opt/theirs.py", "package.module:Adapter"),
+        incident_dir="/var/log/kvcanary",
         reveal_tokens=True,
     )
 

@@ -1,5 +1,6 @@
 """The demonstration, run as a user runs it, and every way in which it can fail."""
 
+import json
 import os
 import re
 import signal
@@ -132,6 +133,13 @@ def test_the_command_shown_is_the_command_that_ran(run: tuple[int, str, str]) ->
     shown = joined(run[1].replace("\\\n", ""))
     assert "$ env -u KVCANARY_ENABLED -u KVCANARY_MODE KVCANARY_CONTENT=full " in shown
     assert re.search(r"python\S* -m kvcanary_agent run \S*kvcanary_agent/demo/server.py http://127.0.0.1", shown)
+
+
+def test_the_incident_files_are_named_with_the_command_that_shows_them(run: tuple[int, str, str]) -> None:
+    shown = joined(run[1].split("\nIncident files")[1].replace("\\\n", ""))
+    commands = re.findall(r"\$ python -m kvcanary_agent report (\S+\.json)", shown)
+    causes = [json.loads(Path(file).read_text())["diagnosis"][0]["cause"] for file in commands]
+    assert causes == ["stray_write", "double_allocation"]
 
 
 def test_a_pipe_gets_plain_text_of_80_columns(run: tuple[int, str, str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kvcanary_agent.canary.violation import CheckCounts, Kind
 from kvcanary_agent.telemetry import PoolTelemetry, Telemetry
+from kvcanary_agent.telemetry.tallies import PoolKey
 from tests.otlp_receiver import HttpOtlpReceiver
 from tests.telemetry.samples import changed_bytes, finish_pass, open_pool, violation
 
@@ -31,11 +32,13 @@ def test_every_instrument_has_its_name_and_unit(opened: Opened, receiver: HttpOt
     pool.records_memory(1_000, 200_000)
     pool.lost_violations(2)
     finish_pass(pool, violation(), counts=CheckCounts(slots={"token": (64, 1)}))
+    telemetry.tallies.pool(PoolKey(engine="demo", pool="kv", rank=1)).count_incident("written")
     assert telemetry.flush(10)
     assert {(point.name, point.unit, point.instrument) for point in receiver.points} == {
         ("kvcanary.checks", "{slot}", "counter"),
         ("kvcanary.violations", "{violation}", "counter"),
         ("kvcanary.violations.lost", "{violation}", "counter"),
+        ("kvcanary.incidents", "{incident}", "counter"),
         ("kvcanary.step.duration", "s", "histogram"),
         ("kvcanary.coverage", "1", "gauge"),
         ("kvcanary.records.memory", "By", "updowncounter"),

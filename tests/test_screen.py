@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from kvcanary_agent.demo.screen import Screen
+from kvcanary_agent.screen import Screen
 
 
 class Terminal(io.StringIO):

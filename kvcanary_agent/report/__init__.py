@@ -1,0 +1,1 @@
+"""``kvcanary-agent report``: an incident file for people, in a terminal or as a page of its own."""
