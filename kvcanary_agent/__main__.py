@@ -49,12 +49,19 @@ def _report(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from kvcanary_agent.doctor import command
+
+    return command.main(arguments)
+
+
 # Each imports what it needs when it is chosen, and this file nothing: `run` must not wait.
 COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
     "run": (_run, "run a program with the agent in it"),
     "enable": (_enable, "load the agent in every process of this Python environment"),
     "disable": (_disable, "take that back"),
     "demo": (_demo, "see the agent catch a corrupted KV cache"),
+    "doctor": (_doctor, "say what the agent covers here, and what not"),
     "report": (_report, "show an incident file"),
     "faults": (_faults, "run fault cases on an embedded pool"),
 }

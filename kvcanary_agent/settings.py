@@ -54,6 +54,8 @@ class Settings:
     """KVCANARY_ADAPTERS: the adapters to use, see `kvcanary_agent.activation.adapter_loading`; empty: all built in."""
     incident_dir: str | None = None
     """KVCANARY_INCIDENT_DIR: the folder for incident files; None writes none."""
+    status_dir: str | None = None
+    """KVCANARY_STATUS_DIR: the folder for status files, see `kvcanary_agent.doctor`; None writes none."""
     reveal_tokens: bool = False
     """KVCANARY_REVEAL_TOKENS: whether reports carry token ids in clear rather than as keyed hashes."""
 
@@ -197,6 +199,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "sweep_slots_per_step": _at_least(0),
     "adapters": _adapters,
     "incident_dir": str,
+    "status_dir": str,
     "reveal_tokens": _boolean,
     "drill": _drill,
 }

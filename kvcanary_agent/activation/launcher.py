@@ -32,6 +32,8 @@ KVCANARY_* variables configure the agent. With KVCANARY_ENABLED=0 COMMAND runs w
 A Python started with -I, -E or -S ignores PYTHONPATH, and the agent with it.
 """
 
+# A process of the server may have another working directory.
+_FOLDERS = ("KVCANARY_INCIDENT_DIR", "KVCANARY_STATUS_DIR")
 _PYTHON_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")
 
 
@@ -89,9 +91,9 @@ def instrumented(environ: "Mapping[str, str]", adapters: "Sequence[str]" = ()) -
                 raise LaunchError(f"KVCANARY_ADAPTERS names {entry!r}, but there is no such file", 2)
         absolute = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in adapters)
         changed["KVCANARY_ADAPTERS"] = ",".join(absolute)
-    incident_dir = environ.get("KVCANARY_INCIDENT_DIR", "").strip()
-    if incident_dir:
-        changed["KVCANARY_INCIDENT_DIR"] = os.path.abspath(incident_dir)
+    for name in _FOLDERS:
+        if environ.get(name, "").strip():
+            changed[name] = os.path.abspath(environ[name].strip())
     return changed
 
 

@@ -6,12 +6,14 @@ import atexit
 import os
 import threading
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcanary_agent.telemetry import semconv
 from kvcanary_agent.telemetry.failures import Failures
 from kvcanary_agent.telemetry.pool import PoolTelemetry
 from kvcanary_agent.telemetry.pool_facts import NOTHING_KNOWN, PoolFacts
+from kvcanary_agent.telemetry.status import StatusFile
 from kvcanary_agent.telemetry.tallies import PoolKey, Tallies
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Telemetry:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._tallies = Tallies()
+        self._status = StatusFile(Path(settings.status_dir), self._tallies) if settings.status_dir else None
         self._lock = threading.Lock()
         self._exporting: Exporting | None = None
         self._start_failed = False
@@ -53,6 +56,8 @@ class Telemetry:
         }
         self._pools: weakref.WeakSet[PoolTelemetry] = weakref.WeakSet()
         self._failures = Failures()
+        if self._status is not None:
+            atexit.register(self._write_status)
         forget = weakref.WeakMethod(self._start_over_after_fork)
 
         def after_fork_in_child() -> None:
@@ -105,6 +110,7 @@ class Telemetry:
             pool: The pool that the subject belongs to, if it belongs to one.
         """
         self._tallies.coverage[(engine, pool, subject)] = (covered, "" if covered else reason)
+        self._status_changed()
         exporting = self._exporting
         if exporting is not None:
             exporting.request_export()
@@ -112,6 +118,11 @@ class Telemetry:
     def patched(self, engine: str, class_name: str, outcome: str) -> None:
         """States what became of patching a class of an engine; a later statement on the same class replaces it."""
         self._tallies.patches[(engine, class_name)] = outcome
+        self._status_changed()
+
+    def _status_changed(self) -> None:
+        if self._status is not None:
+            self._status.changed()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything reported so far has been exported; False if that takes longer than ``timeout_s``."""
@@ -125,6 +136,8 @@ class Telemetry:
             False if that takes longer than ``timeout_s``; it goes on meanwhile.
         """
         atexit.unregister(self._export_at_exit)
+        atexit.unregister(self._write_status)
+        self._write_status()
         exporting = self._exporting
         return exporting is None or exporting.close(timeout_s)
 
@@ -162,6 +175,10 @@ class Telemetry:
     def failures(self) -> Failures:
         """Where the pools' handles log what fails in them."""
         return self._failures
+
+    def _write_status(self) -> None:
+        if self._status is not None:
+            self._status.write()
 
     def _export_at_exit(self) -> None:
         if self._exporting is not None:

@@ -16,6 +16,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         sweep_slots_per_step=64,
         adapters=(),
         incident_dir=None,
+        status_dir=None,
         reveal_tokens=False,
     )
 
@@ -29,6 +30,7 @@ def test_every_variable_is_read() -> None:
         "KVCANARY_SWEEP_SLOTS_PER_STEP": "0",
         "KVCANARY_ADAPTERS": "vllm, ./mine.py,/opt/theirs.py, package.module:Adapter",
         "KVCANARY_INCIDENT_DIR": "/var/log/kvcanary",
+        "KVCANARY_STATUS_DIR": "status",
         "KVCANARY_REVEAL_TOKENS": "on",
         "OTEL_SERVICE_NAME": "of no concern",
     }
@@ -40,6 +42,7 @@ def test_every_variable_is_read() -> None:
         sweep_slots_per_step=0,
         adapters=("vllm", "./mine.py", "/opt/theirs.py", "package.module:Adapter"),
         incident_dir="/var/log/kvcanary",
+        status_dir="status",
         reveal_tokens=True,
     )
 
