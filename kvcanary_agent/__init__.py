@@ -42,7 +42,7 @@ def _install() -> None:
     import os
 
     adapters: dict[str, list[object]] = {}
-    chosen: dict[str, list[object]] = {name: [module] for name, module in _builtin_targets().items()}
+    chosen: dict[str, list[object]] = {name: [module] for name, module in builtin_targets().items()}
 
     def on_import(name: str, module: object) -> None:
         from kvcanary_agent.activation.adapter_loading import attach
@@ -140,7 +140,7 @@ class TargetFinder:
         return None
 
 
-def _builtin_targets() -> "dict[str, str]":
+def builtin_targets() -> "dict[str, str]":
     """Each target module, and the adapter module that patches it: the table in ``adapters/targets.py``."""
     targets: dict[str, str] = _execute("adapters/targets.py").BUILTIN
     return targets

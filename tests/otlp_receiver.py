@@ -49,6 +49,8 @@ class Span:
     status: int
     status_message: str
     events: tuple[Event, ...]
+    links: tuple[tuple[bytes, bytes], ...] = ()
+    """Trace id and span id of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Log:
     resource: Attributes
     scope: str
     time_ns: int
+    trace_id: bytes
+    """Empty outside of a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,7 @@ class OtlpReceiver:
                     Event(name=event.name, attributes=_plain(event.attributes), time_ns=event.time_unix_nano)
                     for event in span.events
                 ),
+                links=tuple((link.trace_id, link.span_id) for link in span.links),
             )
             for of_resource in request.resource_spans
             for of_scope in of_resource.scope_spans
@@ -174,6 +179,7 @@ class OtlpReceiver:
                 resource=_plain(of_resource.resource.attributes),
                 scope=of_scope.scope.name,
                 time_ns=log.time_unix_nano,
+                trace_id=log.trace_id,
             )
             for of_resource in request.resource_logs
             for of_scope in of_resource.scope_logs

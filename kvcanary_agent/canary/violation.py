@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -171,6 +171,9 @@ class Sink:
             counts: Slots checked; on an asynchronous device those of an earlier step.
             violations: What was reported since the pass before.
         """
+
+    def traced(self, request: str, headers: Mapping[str, str]) -> None:
+        """A request begins; the trace it belongs to, as headers ``traceparent`` and ``tracestate``, or nothing."""
 
     def lost_violations(self, count: int) -> None:
         """The ring was full: this many violations were counted but not kept."""

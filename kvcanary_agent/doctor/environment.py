@@ -12,7 +12,7 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from kvcanary_agent.activation import builtin_targets
+from kvcanary_agent import builtin_targets
 from kvcanary_agent.activation.launcher import LaunchError, instrumented
 from kvcanary_agent.settings import Settings
 
@@ -151,8 +151,7 @@ def doors(environ: Mapping[str, str]) -> dict[str, str]:
     """Each way in: ``""`` if it works, otherwise why not."""
     found = {"kvcanary-agent run": "", "environment variables": ""}
     try:
-        # The settings are looked at elsewhere; here they must not stand in the way.
-        prepared = instrumented(environ, Settings())
+        prepared = instrumented(environ)
         look = "import sys; print(any(type(f).__name__ == 'TargetFinder' for f in sys.meta_path))"
         result = subprocess.run(
             [sys.executable, "-c", look], env=prepared, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S

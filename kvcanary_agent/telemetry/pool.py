@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvcanary_agent.canary.violation import CheckCounts, Neighbourhood, Sink, Violation
 from kvcanary_agent.telemetry import semconv
@@ -26,6 +30,8 @@ FLUSH_TIMEOUT_S = 1.0
 
 _REMEMBERED_STEPS = 4
 _MAX_REQUESTS = 64
+TRACED = 4096
+"""Requests of a pool whose traces are remembered; of more, the oldest are forgotten."""
 
 
 class PoolTelemetry(Sink):
@@ -52,6 +58,7 @@ class PoolTelemetry(Sink):
         self._steps: dict[int, StepContext] = {}
         self._slots_around: Callable[[str, int], Neighbourhood | None] | None = None
         self._found_last = -math.inf
+        self._traces: OrderedDict[str, Mapping[str, str]] = OrderedDict()
         # For violations that cannot be reported in any other way.
         self._lines = ViolationLines()
 
@@ -79,6 +86,14 @@ class PoolTelemetry(Sink):
         """States whether something of this pool (a layer, a check) is checked; see :meth:`Telemetry.coverage`."""
         self._telemetry.coverage(self._key.engine, subject, covered, reason, pool=self._key.pool)
 
+    def traced(self, request: str, headers: Mapping[str, str]) -> None:
+        """Remembers what trace a request belongs to: its violations are reported as part of it."""
+        self._traces.pop(request, None)
+        if headers:
+            self._traces[request] = headers
+            if len(self._traces) > TRACED:
+                self._traces.popitem(last=False)
+
     def violation(self, violation: Violation) -> None:
         """Counts a violation and has it logged and exported at once by another thread."""
         try:
@@ -93,6 +108,7 @@ class PoolTelemetry(Sink):
                 step=self._steps.get(violation.step),
                 neighbourhood=self._neighbourhood(violation),
                 tally=tally,
+                trace=self._trace_of(violation),
             )
             if not exporting.reporter.violation(found):
                 tally.lost += 1
@@ -120,6 +136,11 @@ class PoolTelemetry(Sink):
         if not quiet or not self._telemetry.writes_incidents or self._slots_around is None:
             return None
         return self._slots_around(violation.group, violation.block)
+
+    def _trace_of(self, violation: Violation) -> Context | None:
+        """What the request of a violation brought along, if it is traced."""
+        headers = self._traces.get(violation.request or "")
+        return None if headers is None else TraceContextTextMapPropagator().extract(headers)
 
     def _log_without_opentelemetry(self, violation: Violation) -> None:
         try:
@@ -151,7 +172,8 @@ class PoolTelemetry(Sink):
             }
             name = f"kvcanary.{phase}"
             if violations:
-                exporting.reporter.failed_pass(name, attributes, start_ns, end_ns, violations)
+                traces = [trace for trace in map(self._trace_of, violations) if trace is not None]
+                exporting.reporter.failed_pass(name, attributes, start_ns, end_ns, violations, traces)
             else:
                 exporting.tracer.start_span(name, attributes=attributes, start_time=start_ns).end(end_ns)
         except Exception as error:

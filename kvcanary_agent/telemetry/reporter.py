@@ -41,6 +41,7 @@ class _PassReport:
     end_ns: int
     violations: tuple[Violation, ...]
     context: Context
+    traces: Sequence[Context]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,13 @@ class Reporter:
         return self._submit(found)
 
     def failed_pass(
-        self, name: str, attributes: Attributes, start_ns: int, end_ns: int, violations: tuple[Violation, ...]
+        self,
+        name: str,
+        attributes: Attributes,
+        start_ns: int,
+        end_ns: int,
+        violations: tuple[Violation, ...],
+        traces: Sequence[Context] = (),
     ) -> bool:
         """Has the span of a pass that found ``violations`` written; never waits.
 
@@ -105,6 +112,7 @@ class Reporter:
             name: The span's name.
             attributes: The span's attributes.
             start_ns, end_ns: The span's times, nanoseconds since the epoch.
+            traces: Traces of the violations' requests, to which the span is linked.
 
         Returns:
             False if too many reports are pending and this one was dropped.
@@ -117,6 +125,7 @@ class Reporter:
                 end_ns=end_ns,
                 violations=violations,
                 context=get_current(),
+                traces=traces,
             )
         )
 
@@ -254,6 +263,7 @@ class Reporter:
             event_name=semconv.VIOLATION_EVENT,
             body=diagnosis.sentence,
             attributes={**report.attributes, **semconv.violation_attributes(report.violation, diagnosis)},
+            context=report.trace,
         )
 
     def _report_drill(self, report: _DrillReport) -> None:
@@ -268,8 +278,14 @@ class Reporter:
         logging.getLogger(semconv.SCOPE).warning("kvcanary: %s", report.sentence)
 
     def _report_pass(self, report: _PassReport) -> None:
+        # A request may have several violations; its span is linked to once.
+        linked = {span.span_id: span for span in (trace.get_current_span(c).get_span_context() for c in report.traces)}
         span = self._tracer.start_span(
-            report.name, context=report.context, attributes=report.attributes, start_time=report.start_ns
+            report.name,
+            context=report.context,
+            attributes=report.attributes,
+            links=[trace.Link(context) for context in linked.values() if context.is_valid],
+            start_time=report.start_ns,
         )
         for violation in report.violations:
             diagnosis = self._diagnoses.pop(violation, None) or diagnose(violation, Burst(report.violations))

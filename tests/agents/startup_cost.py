@@ -6,7 +6,6 @@ interleaved runs of a program that does nothing; modules and threads are those i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import statistics
@@ -119,9 +118,9 @@ def main() -> None:
     for name, case in cases.items():
         modules, threads = counts(*case)
         print(f"| {name} | {seconds[name] / plain:.2f} | {modules} | {threads} |")
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder:
         for number in range(2000):
-            pathlib.Path(f"empty_{number}.py").touch()
+            pathlib.Path(folder, f"empty_{number}.py").touch()
         code = IMPORTS.format(folder=folder)
         door = cases["sitecustomize_template, KVCANARY_ENABLED=1"][1]
         pairs = [(microseconds(code, cases["python"][1], 1), microseconds(code, door, 1)) for _ in range(7)]

@@ -10,6 +10,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 
 from kvcanary_agent.canary.violation import CheckCounts
 from kvcanary_agent.telemetry import PoolTelemetry, Telemetry
+from kvcanary_agent.telemetry.pool import TRACED
 from tests.otlp_receiver import HttpOtlpReceiver
 from tests.telemetry.samples import changed_bytes, finish_pass, open_pool, violation
 
@@ -115,3 +116,40 @@ def test_a_diagnosis_looks_at_all_that_was_found_with_it(opened: Opened, receive
     assert telemetry.flush(10)
     causes = [record.attributes["kvcanary.cause"] for record in receiver.events("kvcanary.violation")]
     assert causes == ["block_overwritten", "block_overwritten"]
+
+
+def test_what_is_wrong_with_a_traced_request_is_part_of_its_trace(opened: Opened, receiver: HttpOtlpReceiver) -> None:
+    telemetry, pool = opened
+    pool.traced("req-reader", {"traceparent": f"00-{0xABC:032x}-{0xDEF:016x}-01"})
+    finish_pass(pool, violation(), violation(slot=18), violation(slot=19, request="req-other"))
+    assert telemetry.flush(10)
+    (span,) = receiver.spans
+    assert span.links == (((0xABC).to_bytes(16, "big"), (0xDEF).to_bytes(8, "big")),)
+    of_reader = [log.trace_id for log in receiver.logs if log.attributes["kvcanary.request"] == "req-reader"]
+    of_other = [log.trace_id for log in receiver.logs if log.attributes["kvcanary.request"] == "req-other"]
+    assert of_reader == [(0xABC).to_bytes(16, "big")] * 2
+    assert of_other == [b""]
+
+
+def test_a_request_that_has_the_name_of_a_traced_one_is_not_taken_for_it(
+    opened: Opened, receiver: HttpOtlpReceiver
+) -> None:
+    telemetry, pool = opened
+    pool.traced("req-reader", {"traceparent": f"00-{0xABC:032x}-{0xDEF:016x}-01"})
+    pool.traced("req-reader", {})
+    finish_pass(pool, violation())
+    assert telemetry.flush(10)
+    assert [log.trace_id for log in receiver.logs] == [b""]
+
+
+def test_traces_of_requests_long_ago_are_forgotten_and_headers_that_make_no_sense_are_ignored(
+    opened: Opened, receiver: HttpOtlpReceiver
+) -> None:
+    telemetry, pool = opened
+    pool.traced("req-reader", {"traceparent": f"00-{0xABC:032x}-{0xDEF:016x}-01"})
+    for number in range(TRACED):
+        pool.traced(f"req-{number}", {"traceparent": "not a trace"})
+    finish_pass(pool, violation(), violation(slot=18, request="req-0"))
+    assert telemetry.flush(10)
+    assert [log.trace_id for log in receiver.logs] == [b"", b""]
+    assert receiver.spans[0].links == ()
