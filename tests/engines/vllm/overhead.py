@@ -1,14 +1,17 @@
 """What the agent costs a real engine: python -m tests.engines.vllm.overhead, with the engine's Python.
 
-Engines of the same model take turns in this one process, so that whatever else the machine does hits all of them alike:
-one without the agent, one with its default settings, one that compares every byte at every step. Prints how many tokens
-each decodes and prefills per second, medians over the rounds, and the median of their ratios to those without.
+Engines of the same model take turns in this one process, step by step, so that whatever else the machine does hits all
+of them alike: one without the agent, one with its default settings, one that compares every byte at every step. Prints
+how many tokens each prefills and decodes per second, medians over the steps, and the medians of the ratios to the same
+step without the agent.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import os
+import pstats
 import statistics
 import sys
 import time
@@ -18,6 +21,8 @@ from typing import Any
 from tests.engines.make_models import make_model, models_folder
 from tests.engines.vllm.harness import offline_environment
 
+# Tokens of each prefill step: as many as one of vLLM's.
+PREFILL_TOKENS = 2048
 BARS = {"default": {"decode": 0.97, "prefill": 0.97}, "full": {"decode": 0.85, "prefill": 0.90}}
 
 
@@ -38,7 +43,7 @@ def make_engine(kind: str, options: argparse.Namespace) -> Any:
         block_size=32,
         max_model_len=options.context + options.tokens + 32,
         max_num_seqs=options.batch,
-        max_num_batched_tokens=options.batch * options.context,
+        max_num_batched_tokens=PREFILL_TOKENS,
         dtype=options.dtype,
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -46,23 +51,27 @@ def make_engine(kind: str, options: argparse.Namespace) -> Any:
     )
 
 
-def measure(engine: Any, options: argparse.Namespace, round_: int) -> tuple[float, float]:
-    """Prefilled and decoded tokens per second of one batch."""
+def add_batch(engine: Any, options: argparse.Namespace, round_: int) -> None:
     from vllm import SamplingParams
 
-    prompts = [
-        {"prompt_token_ids": [(7 * position + 13 * row + round_) % 500 + 3 for position in range(options.context)]}
-        for row in range(options.batch)
-    ]
+    sampling = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
+    for row in range(options.batch):
+        prompt = [(7 * position + 13 * row + round_) % 500 + 3 for position in range(options.context)]
+        engine.llm_engine.add_request(f"{round_}-{row}", {"prompt_token_ids": prompt}, sampling)
+
+
+def step(engine: Any) -> float:
+    """Seconds of one step."""
     started = time.perf_counter()
-    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
-    prefill = time.perf_counter() - started
-    started = time.perf_counter()
-    sampling = SamplingParams(temperature=0, max_tokens=1 + options.tokens, ignore_eos=True)
-    engine.generate(prompts, sampling, use_tqdm=False)
-    # The second run prefills as the first has, then decodes.
-    decode = time.perf_counter() - started - prefill
-    return options.batch * options.context / prefill, options.batch * options.tokens / decode
+    engine.llm_engine.step()
+    return time.perf_counter() - started
+
+
+def phase_of(engine: Any) -> str:
+    """What the coming step is mostly about."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    prefilling = any(request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running)
+    return "prefill" if scheduler.waiting or prefilling else "decode"
 
 
 def main() -> int:
@@ -70,40 +79,45 @@ def main() -> int:
     parser.add_argument("--model", default="llama8")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--batch", type=int, default=8, help="requests at once (default: 8)")
-    parser.add_argument("--tokens", type=int, default=32, help="decoded tokens of each request (default: 32)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=48, help="decoded tokens of each request (default: 48)")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--pool-mb", type=int, default=128)
-    parser.add_argument("--kinds", default="off,default,full")
-    parser.add_argument("--profile", action="store_true", help="also print where the last engine spends its time")
+    parser.add_argument("--pool-mb", type=int, default=256)
+    parser.add_argument("--kinds", default="off,default,full", help="which engines; off has to be one of them")
+    parser.add_argument("--profile", action="store_true", help="also print where the last kind spends its time")
     options = parser.parse_args()
-    os.environ.update(offline_environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING")
+    os.environ.update(offline_environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.setdefault("OTEL_METRICS_EXPORTER", "none")
     make_model(options.model, models_folder())
 
     kinds = options.kinds.split(",")
     engines = {kind: make_engine(kind, options) for kind in kinds}
-    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[str, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
+    profile = cProfile.Profile()
     for round_ in range(options.rounds + 1):
-        for kind in kinds if round_ % 2 else reversed(kinds):
-            prefill, decode = measure(engines[kind], options, round_)
-            if round_:  # the first one warms up
-                figures[kind]["prefill"].append(prefill)
-                figures[kind]["decode"].append(decode)
+        for engine in engines.values():
+            add_batch(engine, options, round_)
+        number = 0
+        while engines["off"].llm_engine.has_unfinished_requests():
+            phase, number = phase_of(engines["off"]), number + 1
+            for kind in kinds if number % 2 else reversed(kinds):
+                if options.profile and kind == kinds[-1] and phase == "decode":
+                    profile.enable()
+                seconds = step(engines[kind])
+                profile.disable()
+                if round_:  # the first round warms up
+                    times[kind][phase].append(seconds)
     for kind in kinds:
-        for what, values in figures[kind].items():
-            pairs = zip(values, figures["off"][what], strict=True)
-            ratio = statistics.median(value / other for value, other in pairs)
-            bar = BARS.get(kind, {}).get(what)
-            verdict = "" if bar is None else f", bar {bar}: {'met' if ratio >= bar else 'missed'}"
-            print(f"{kind:8} {what:8} {statistics.median(values):9.1f} tokens/s, {ratio:.3f} of off{verdict}")
+        for phase, tokens in (("prefill", PREFILL_TOKENS), ("decode", options.batch)):
+            own, off = times[kind][phase], times["off"][phase]
+            ratio = statistics.median(other / seconds for seconds, other in zip(own, off, strict=True))
+            bar = BARS.get(kind, {}).get(phase)
+            verdict = "" if bar is None else f" (bar {bar}: {'met' if ratio >= bar else 'missed'})"
+            median = statistics.median(own)
+            print(f"{kind:8} {phase:8} {tokens / median:9.1f} tokens/s, {1e3 * median:8.2f} ms a step,", end=" ")
+            print(f"{ratio:.3f} of off{verdict}")
     if options.profile:
-        import cProfile
-        import pstats
-
-        with cProfile.Profile() as profile:
-            measure(engines[kinds[-1]], options, 0)
-        pstats.Stats(profile).sort_stats("cumulative").print_stats("kvcanary", 45)
+        pstats.Stats(profile).sort_stats("cumulative").print_stats("kvcanary|built-in", 60)
     return 0
 
 

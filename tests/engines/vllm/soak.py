@@ -13,7 +13,6 @@ import contextlib
 import http.client
 import json
 import random
-import socket
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from tests.engines.make_models import VOCABULARY, make_model, models_folder
 from tests.engines.vllm.harness import Process, offline_environment, passed_slots, start
+from tests.engines.vllm.test_server import free_port, wait_until_it_listens
 from tests.otlp_receiver import HttpOtlpReceiver
 
 SERVER = {
@@ -35,8 +35,12 @@ SERVER = {
 }
 SLOTS_WANTED = 1_000_000
 CHECKS = ("address", "unwritten", "position", "token", "chain", "ownership", "content", "write")
-LONGEST_PROMPT_WORDS = 900
+LONGEST_PROMPT_WORDS = 760
 HANGS_UP = 0.15
+
+
+class TooLong(Exception):
+    """The prompt does not fit the model."""
 
 
 class Server:
@@ -59,6 +63,8 @@ class Server:
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
+            if response.status == http.client.BAD_REQUEST:
+                raise TooLong
             if response.status != http.client.OK:
                 raise RuntimeError(f"status {response.status}: {response.read(500)!r}")
             text, tokens = "", 0
@@ -74,9 +80,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(model: Path, agent: bool, environment: dict[str, str]) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     run = [sys.executable, "-m", "kvcanary_agent", "run"] if agent else [sys.executable]
     options = [f"--{name}={value}" for name, value in SERVER.items()]
@@ -87,6 +91,7 @@ def serving(model: Path, agent: bool, environment: dict[str, str]) -> Iterator[S
         # Its output has to be read, or it would block.
         reader = threading.Thread(target=lambda: process.output.extend(process.popen.stdout or ()), daemon=True)
         reader.start()
+        wait_until_it_listens(port)
         yield Server(process, port, model)
 
 
@@ -119,7 +124,8 @@ class Load:
         while time.monotonic() < end and not self.errors:
             time.sleep(min(30, max(0.0, end - time.monotonic())))
             slots = {check: int(passed_slots(receiver, check)) for check in CHECKS}
-            print(f"{dict(self.counts)} slots {slots} violations {len(receiver.events('kvcanary.violation'))}")
+            reported = len(receiver.events("kvcanary.violation"))
+            print(f"{dict(self.counts)}, slots {slots}, violations {reported}", flush=True)
         self._stopped.set()
         for thread in self._threads:
             thread.join()
@@ -137,10 +143,13 @@ class Load:
         self.counts["conversations"] += 1
         while not self._stopped.is_set():
             text += words(rng, rng.randrange(5, 60))
-            if text.count(" ") > LONGEST_PROMPT_WORDS:
+            if text.count("t") > LONGEST_PROMPT_WORDS:
                 return
             hang_up_after = rng.randrange(1, 20) if rng.random() < HANGS_UP else None
-            answer = self._server.complete(text, rng.randrange(8, 64), hang_up_after)
+            try:
+                answer = self._server.complete(text, rng.randrange(8, 64), hang_up_after)
+            except TooLong:
+                return
             self.counts["turns"] += 1
             if answer is None:
                 self.counts["disconnects"] += 1
