@@ -9,6 +9,7 @@ models depend on this file alone, so its hash names the folder.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
+# LoRA adapters for ``llama``, and their seeds.
+ADAPTERS = {"lora_a": 1, "lora_b": 2}
 
 
 def models_folder() -> Path:
@@ -42,6 +45,39 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def _write(name: str, target: Path) -> None:
+    if name in ADAPTERS:
+        _write_adapter(ADAPTERS[name], target)
+    else:
+        _write_model(name, target)
+
+
+def _write_adapter(seed: int, target: Path) -> None:
+    """A LoRA adapter of rank 8 for ``llama``, in the format of PEFT."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, config = 8, _recipe("llama")[1]
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for module, heads in (("q_proj", config.num_attention_heads), ("v_proj", config.num_key_value_heads)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, config.hidden_size, generator=generator) / 4
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(heads * config.head_dim, rank, generator=generator) / 4
+    target.mkdir()
+    save_file(weights, target / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (target / "adapter_config.json").write_text(json.dumps(described))
+
+
+def _write_model(name: str, target: Path) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -77,6 +113,10 @@ def _recipe(name: str) -> tuple[Any, Any]:
     small = {**common, "num_key_value_heads": 2, "head_dim": 32}
     if name == "llama":
         return transformers.LlamaForCausalLM, transformers.LlamaConfig(num_hidden_layers=3, **small)
+    if name == "llama8":
+        wide = {**common, "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
+        config = transformers.LlamaConfig(num_hidden_layers=8, num_key_value_heads=4, head_dim=64, **wide)
+        return transformers.LlamaForCausalLM, config
     if name == "llama_one_kv_head":
         config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=1, head_dim=32, **common)
         return transformers.LlamaForCausalLM, config
@@ -133,8 +173,8 @@ def _recipe(name: str) -> tuple[Any, Any]:
         )
         return transformers.DeepseekV2ForCausalLM, config
     raise SystemExit(
-        f"make_models.py: unknown model {name!r}; known: llama, llama_one_kv_head, mistral_sliding, gemma3_hybrid, "
-        "olmo3_hybrid, deepseek_mla, llama8"
+        f"make_models.py: unknown model {name!r}; known: llama, llama8, llama_one_kv_head, mistral_sliding, "
+        f"gemma3_hybrid, olmo3_hybrid, deepseek_mla, {', '.join(ADAPTERS)}"
     )
 
 

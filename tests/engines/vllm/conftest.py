@@ -14,7 +14,7 @@ from tests.engines.vllm.harness import HERE, Engine
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    names = ["llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid", "deepseek_mla"]
+    names = ["llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid", "deepseek_mla", "lora_a", "lora_b"]
     made = subprocess.run(
         [sys.executable, HERE.parent / "make_models.py", *names], check=True, stdout=subprocess.PIPE, text=True
     )
