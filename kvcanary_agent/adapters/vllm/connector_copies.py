@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -89,22 +89,31 @@ def _example(connector: Any, metadata: Any) -> Copies:
 
 
 def _offloading(connector: Any, metadata: Any) -> Copies:
-    """``OffloadingConnector``: jobs between blocks and chunks of a host pool."""
+    """``OffloadingConnector``: jobs between blocks and chunks of a host pool, of one block or more."""
+    blocks_per_chunk = connector.connector_worker.spec.blocks_per_chunk
     copies = Copies()
     for job in metadata.load_jobs.values():
-        copies.loads.extend(_chunked(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), job.req_id))
+        copies.loads.extend(_of_chunks(job.src_spec, job.dst_spec, blocks_per_chunk, job.req_id))
     for job in metadata.store_jobs.values():
-        copies.stores.extend(_chunked(job.dst_spec.block_ids.tolist(), job.src_spec.block_ids.tolist(), None))
+        copies.stores.extend(_of_chunks(job.dst_spec, job.src_spec, blocks_per_chunk, job.req_id))
     return copies
 
 
-def _chunked(chunks: list[int], blocks: list[int], request: str | None) -> list[Copy]:
-    # A chunk of several blocks may be stored in part: its parts cannot be told apart by its number.
-    if len(chunks) != len(blocks):
-        return [Copy(key=None, blocks=blocks, request=request)]
-    return [
-        Copy(key=("chunk", chunk), blocks=[block], request=request) for chunk, block in zip(chunks, blocks, strict=True)
-    ]
+def _of_chunks(there: Any, here: Any, blocks_per_chunk: int, request: str) -> Iterator[Copy]:
+    """Each block of a job, under its place in the host pool.
+
+    Args:
+        there: Spec of the chunks, those of each group in a run.
+        here: Spec of the blocks likewise; the first of a group may lie inside of its chunk.
+    """
+    chunks, blocks = iter(there.block_ids.tolist()), iter(here.block_ids.tolist())
+    for size, first in zip(here.group_sizes, here.block_indices, strict=True):
+        chunk = None
+        for index in range(first, first + size):
+            if chunk is None or index % blocks_per_chunk == 0:
+                chunk = next(chunks)
+            key = ("chunk", chunk, index % blocks_per_chunk)
+            yield Copy(key=key, blocks=[next(blocks)], request=request)
 
 
 _READERS: dict[str, tuple[Reader, Due]] = {

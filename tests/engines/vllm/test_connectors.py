@@ -116,3 +116,57 @@ def _blocks_in(folder: Path) -> int:
     """How many blocks were stored in a folder of the connector's."""
     digests = folder / DIGESTS
     return int(torch.load(digests)["fingerprints"].shape[1]) if digests.exists() else 0
+
+
+def offloaded(**extra: Any) -> dict[str, Any]:
+    """Engine options: a pool too small for all requests at once, and a tier of host memory below it."""
+    return {
+        "num_gpu_blocks_override": 33,
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "HostTier",
+                "spec_module_path": "host_tier",
+                "cpu_bytes_to_use": 16 << 20,
+                **extra,
+            },
+        },
+    }
+
+
+def test_blocks_that_come_back_from_host_memory_between_steps_are_compared(engine: Engine) -> None:
+    expected = engine.generate(**offloaded())
+
+    watched = engine.watch(
+        **offloaded(), environment={"KVCANARY_CONTENT": "full"}, until=checked("transfer", BLOCK * 2 * LAYERS)
+    )
+
+    assert watched.violations == []
+    assert watched.result == expected
+    assert "not covering" not in watched.output
+
+
+def test_a_byte_that_comes_back_from_host_memory_otherwise_is_a_transfer_violation(engine: Engine) -> None:
+    watched = engine.watch(**offloaded(wrong_load=1), environment={"KVCANARY_CONTENT": "full"}, until=violations(1))
+
+    assert {violation.attributes["kvcanary.kind"] for violation in watched.violations} == {"transfer"}
+    assert {violation.attributes["kvcanary.cause"] for violation in watched.violations} == {
+        "transfer_incomplete_or_too_late"
+    }
+    (layer,) = {violation.attributes["kvcanary.layer"] for violation in watched.violations}
+    assert f"layers.{LAYERS - 1}." in layer
+
+
+def test_what_an_unknown_connector_brings_is_taken_as_it_comes_and_that_is_said(engine: Engine) -> None:
+    # It makes up the K/V of all but the last token of a prompt.
+    options = {
+        "enable_prefix_caching": False,
+        "kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+    }
+
+    watched = engine.watch(**options, environment={"KVCANARY_CONTENT": "full"}, until=checked("content", 1))
+
+    assert "error" not in watched.result
+    assert watched.violations == []
+    assert "not covering KV connector DecodeBenchConnector of vllm: what it brings is not compared" in watched.output
