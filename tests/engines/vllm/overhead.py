@@ -3,7 +3,7 @@
 Engines of the same model take turns in this one process, step by step, so that whatever else the machine does hits all
 of them alike: one without the agent, one with its default settings, one that compares every byte at every step. Prints
 how many tokens each prefills and decodes per second, medians over the steps, and the medians of the ratios to the same
-step without the agent.
+step without the agent, and the medians of what the canary itself takes of a step, by phase.
 """
 
 from __future__ import annotations
@@ -67,6 +67,30 @@ def step(engine: Any) -> float:
     return time.perf_counter() - started
 
 
+class Passes:
+    """Hears how long each pass of the canaries' checks takes."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[str, float]] = []
+
+    def listen(self) -> None:
+        from kvcanary_agent.telemetry import pool as of_pools
+
+        listened_to: Any = of_pools.PoolTelemetry
+        original = listened_to.pass_finished
+
+        def pass_finished(pool: Any, phase: str, step: int, start_ns: int, end_ns: int, *rest: Any) -> None:
+            self._ended.append((phase, 1e-9 * (end_ns - start_ns)))
+            original(pool, phase, step, start_ns, end_ns, *rest)
+
+        listened_to.pass_finished = pass_finished
+
+    def take(self) -> list[tuple[str, float]]:
+        """Phase and seconds of each pass since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+
 def phase_of(engine: Any) -> str:
     """What the coming step is mostly about."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
@@ -93,6 +117,8 @@ def main() -> int:
     kinds = options.kinds.split(",")
     engines = {kind: make_engine(kind, options) for kind in kinds}
     times: dict[str, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
+    passes = Passes()
+    passes.listen()
     profile = cProfile.Profile()
     for round_ in range(options.rounds + 1):
         for engine in engines.values():
@@ -105,8 +131,11 @@ def main() -> int:
                     profile.enable()
                 seconds = step(engines[kind])
                 profile.disable()
+                ended = passes.take()
                 if round_:  # the first round warms up
                     times[kind][phase].append(seconds)
+                    for name, taken in ended:
+                        times[kind][f"{phase}: {name}"].append(taken)
     for kind in kinds:
         for phase, tokens in (("prefill", PREFILL_TOKENS), ("decode", options.batch)):
             own, off = times[kind][phase], times["off"][phase]
@@ -116,6 +145,9 @@ def main() -> int:
             median = statistics.median(own)
             print(f"{kind:8} {phase:8} {tokens / median:9.1f} tokens/s, {1e3 * median:8.2f} ms a step,", end=" ")
             print(f"{ratio:.3f} of off{verdict}")
+            for name in ("verify", "record", "sweep"):
+                if durations := times[kind].get(f"{phase}: {name}"):
+                    print(f"{'':17} {name} {1e3 * statistics.median(durations):.2f} ms")
     if options.profile:
         pstats.Stats(profile).sort_stats("cumulative").print_stats("kvcanary|built-in", 60)
     return 0
