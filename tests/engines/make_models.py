@@ -113,10 +113,6 @@ def _recipe(name: str) -> tuple[Any, Any]:
     small = {**common, "num_key_value_heads": 2, "head_dim": 32}
     if name == "llama":
         return transformers.LlamaForCausalLM, transformers.LlamaConfig(num_hidden_layers=3, **small)
-    if name == "llama8":
-        wide = {**common, "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
-        config = transformers.LlamaConfig(num_hidden_layers=8, num_key_value_heads=4, head_dim=64, **wide)
-        return transformers.LlamaForCausalLM, config
     if name == "llama_one_kv_head":
         config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=1, head_dim=32, **common)
         return transformers.LlamaForCausalLM, config
