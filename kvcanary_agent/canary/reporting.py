@@ -222,7 +222,7 @@ class Reporter:
             held=self._held(fault),
             block_history=self._ownership[entry[Field.GROUP]].history(block),
             block_events=self._events(entry[Field.GROUP], block),
-            detail=_DETAIL_OF_FAULT.get(fault, ""),
+            detail=self._detail(fault),
         )
 
     def _events(self, group: int, block: int) -> tuple[BlockEvent, ...]:
@@ -230,6 +230,11 @@ class Reporter:
         if at not in self._looked_up and block >= 0 and len(self._looked_up) < _BLOCKS_LOOKED_UP:
             self._looked_up[at] = self._logs[group].of(block)
         return self._looked_up.get(at, ())
+
+    def _detail(self, fault: Fault) -> str:
+        if self._layout.reports_occupancy and fault in (Fault.WRITE_NOT_HELD, Fault.READ_NOT_HELD):
+            return "the request uses a block that is free"
+        return _DETAIL_OF_FAULT.get(fault, "")
 
     def _held(self, fault: Fault) -> bool | None:
         if self._layout.reports_occupancy:

@@ -42,9 +42,11 @@ class Burst:
             self._rank_steps.add(violation.step)
         if kind is Kind.POSITION:
             self._positions[violation.request, violation.step].append((violation.position, violation.recorded_position))
-            self._own_positions.add(
-                (group, slot, violation.writer, violation.written_step, violation.recorded_position)
-            )
+            # What another request finds there says that the slot was wrong, not the position.
+            if violation.request == violation.writer:
+                self._own_positions.add(
+                    (group, slot, violation.writer, violation.written_step, violation.recorded_position)
+                )
 
     def slots(self, violation: Violation) -> int:
         """How many slots of the group suffer from the same kind of violation, this one included."""

@@ -325,7 +325,8 @@ def _used_without_holding(violation: Violation, burst: Burst) -> Iterator[Cause]
             confidence=0.85,
         )
         return
-    had_it = violation.request in violation.block_history
+    # An allocator that names no request leaves no history: a free block was at least somebody's.
+    had_it = violation.request in violation.block_history or "block that is free" in violation.detail
     yield Cause(
         cause="freed_while_in_use",
         sentence=f"{place(violation)}: {who(violation)} uses it at step {violation.step}: {told(violation)} any more; "

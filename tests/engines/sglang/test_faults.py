@@ -97,7 +97,8 @@ def test_a_flipped_bit_is_named_by_slot_layer_and_part(faulty_engine: FaultyEngi
     assert {
         (each["kvcanary.kind"], each["kvcanary.slot"], each["kvcanary.layer"], each["kvcanary.part"]) for each in found
     } == {("content", done["slots"][0], done["layer"], part)}
-    assert found[0]["kvcanary.cause"] == "stray_write"
+    # One after the other, the faults of this test hit the same slot.
+    assert found[0]["kvcanary.cause"] in {"stray_write", "block_overwritten"}
 
 
 def test_bytes_copied_from_another_slot_are_content(faulty_engine: FaultyEngine) -> None:
@@ -114,8 +115,8 @@ def test_swapped_entries_of_the_token_table_are_seen_at_the_next_step(faulty_eng
     assert first["kvcanary.slot"] in done["slots"]
     # Within a page, the table then no longer says where the newest token goes.
     assert (first["kvcanary.kind"], first["kvcanary.cause"]) in {
-        ("position", "block_table_stale_or_swapped"),
-        ("address", "slot_mapping_disagrees_with_block_table"),
+        ("position", "block_table_swapped"),
+        ("address", "slot_mapping_wrong"),
     }
 
 
@@ -133,7 +134,7 @@ def test_a_page_freed_while_a_request_reads_it_is_ownership(faulty_engine: Fault
     reads = of_kind(found, "ownership")
     assert reads
     assert {each["kvcanary.slot"] for each in reads} >= set(done["slots"])
-    assert reads[0]["kvcanary.cause"] == "block_used_without_holding_it"
+    assert reads[0]["kvcanary.cause"] == "freed_while_in_use"
 
 
 def test_a_page_freed_twice_is_ownership_at_once(faulty_engine: FaultyEngine) -> None:
@@ -141,7 +142,7 @@ def test_a_page_freed_twice_is_ownership_at_once(faulty_engine: FaultyEngine) ->
 
     (first, *_) = of_kind(found, "ownership")
     assert first["kvcanary.slot"] == done["slots"][0]
-    assert "double free" in first["kvcanary.detail"]
+    assert first["kvcanary.cause"] == "double_free"
 
 
 def test_a_page_handed_out_twice_is_ownership_at_once(faulty_engine: FaultyEngine) -> None:
@@ -157,7 +158,7 @@ def test_a_write_to_another_requests_slot_is_an_address(faulty_engine: FaultyEng
 
     (first, *_) = of_kind(found, "address")
     assert first["kvcanary.slot"] == done["slots"][0]
-    assert first["kvcanary.cause"] == "slot_mapping_disagrees_with_block_table"
+    assert first["kvcanary.cause"] == "slot_mapping_wrong"
 
 
 @pytest.mark.parametrize("layer", [0, -1], ids=["first_layer", "last_layer"])
