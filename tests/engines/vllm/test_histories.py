@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from kvcanary_agent.adapters.vllm.histories import Histories
 from kvcanary_agent.canary.step import ForwardStep
 from kvcanary_agent.kernels import plan
 from kvcanary_agent.kernels.reference.tokens import known_at
-from tests.engines.vllm.harness import READ_AT_LEAST, Engine, checked
+from tests.engines.vllm.harness import Engine
 from tests.engines.vllm.test_faults import injected, injecting, violations
 
 UNLIMITED = 1 << 30
@@ -89,21 +88,6 @@ def test_what_does_not_fit_is_unknown() -> None:
     assert found[:100] == list(range(100))
     assert found[4999:] == [-1, -2]
     assert known(histories, "r39", 0, 1) == [39]
-
-
-def test_asynchronous_v1_steps_are_checked_and_answered_as_without_the_agent(
-    engine: Engine, llama_without_agent: dict[str, Any]
-) -> None:
-    run = engine.watch(
-        async_scheduling=True,
-        num_gpu_blocks_override=33,
-        max_num_batched_tokens=64,
-        environment={"KVCANARY_CONTENT": "full"},
-        until=checked("content", 2 * READ_AT_LEAST),
-    )
-
-    assert run.result == llama_without_agent
-    assert run.violations == []
 
 
 def test_an_asynchronous_v1_step_knows_the_tokens_of_its_requests(engine: Engine, tmp_path: Path) -> None:
