@@ -67,6 +67,12 @@ class WatchedRunner:
             self._events.apply(self.canary)
             self.canary.walked_index(*walk(tree_cache, self.canary.layout.device))
 
+    def is_step(self, batch: Any) -> bool:
+        """Whether a ``ForwardBatch`` is one that is to be checked."""
+        with self.part:
+            return is_step(batch)
+        return False
+
     def describe_step(self, runner: Any, batch: Any) -> ForwardStep:
         """What happened to the pool since the last step, and the step itself."""
         self._events.apply(self.canary)
@@ -82,6 +88,14 @@ _watched: WeakKeyDictionary[Any, WatchedRunner] = WeakKeyDictionary()
 runtime.on_shut_down(_watched.clear)
 _waiting_for_memory: WeakSet[Any] = WeakSet()
 runtime.on_shut_down(_waiting_for_memory.clear)
+
+
+def _watched_of(runner: object) -> WatchedRunner | None:
+    """The watch of a model runner; None for what the engine has in the place of one."""
+    try:
+        return _watched.get(runner)
+    except TypeError:
+        return None
 
 
 def patch_model_runner(cls: type) -> None:
@@ -134,7 +148,7 @@ def _unexpected(cls: type) -> str | None:
 
 def _around_init_pool(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
-    if getattr(runner.token_to_kv_pool, "post_capture_active", False):
+    if getattr(getattr(runner, "token_to_kv_pool", None), "post_capture_active", False):
         # Its memory is mapped, and its size settled, only when the graphs are captured.
         _waiting_for_memory.add(runner)
         return result
@@ -154,7 +168,7 @@ def _around_init_new(
     call: Callable[..., Any], cls: type, /, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
 ) -> Any:
     made = call(batch, model_runner, *args, **kwargs)
-    watched = _watched.get(model_runner)
+    watched = _watched_of(model_runner)
     if watched is not None and watched.part.on:
         with watched.part:
             watched.remember(batch.reqs)
@@ -162,7 +176,7 @@ def _around_init_new(
 
 
 def _around_on_idle(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-    watched = _watched.get(scheduler.tp_worker.model_runner)
+    watched = _watched_of(getattr(getattr(scheduler, "tp_worker", None), "model_runner", None))
     if watched is not None and watched.part.on:
         with watched.part:
             watched.audit(scheduler.tree_cache)
@@ -172,7 +186,7 @@ def _around_on_idle(call: Callable[..., Any], scheduler: Any, /, *args: Any, **k
 def _around_weight_update(call: Callable[..., Any], updater: Any, /, *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
     with runtime.FailOpen("sglang", "weight update"):
-        watched = _watched.get(updater.get_model_runner())
+        watched = _watched_of(updater.get_model_runner())
         # Even one that failed may have replaced some.
         if watched is not None:
             watched.weights_changed()
@@ -184,7 +198,7 @@ def _around_forward(call: Callable[..., Any], runner: Any, /, forward_batch: Any
         _waiting_for_memory.discard(runner)
         _try_to_attach(runner)
     watched = _watched.get(runner)
-    if watched is None or not watched.part.on or not is_step(forward_batch):
+    if watched is None or not watched.part.on or not watched.is_step(forward_batch):
         return call(forward_batch, *args, **kwargs)
     return runtime.watched_forward(
         watched.part,
