@@ -8,8 +8,8 @@ built-in one. Its entries are parsed by `kvcanary_agent.settings`:
 - ``/path/to/adapter.py`` or ``./adapter.py``: a file, itself the adapter. A relative path counts from the working
   directory of the process that loads it (the launcher makes it absolute). The leading ``./`` is required, so that no
   file of the working directory is executed for having the name of something else;
-- ``package.module:attribute``: imported as any module is, when the agent is installed. Through the launcher and
-  sitecustomize that is before Python puts the script's folder or the working directory on ``sys.path``.
+- ``package.module:attribute``: imported as any module is, when the agent is installed, but not from the working
+  directory: there, only what is named as a file is executed.
 """
 
 import contextlib
@@ -109,6 +109,12 @@ def _load_file(entry: str) -> object:
 
 def _load_attribute(entry: str) -> object:
     module_name, _, attribute = entry.partition(":")
+    top = module_name.partition(".")[0]
+    if top not in sys.modules:
+        spec = importlib.util.find_spec(top)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        if any(place and os.path.realpath(os.path.dirname(place)) == os.getcwd() for place in places):
+            raise ImportError(f"{top} lies in the working directory; name it as a file, ./{top}.py, or install it")
     found: object = importlib.import_module(module_name)
     for part in attribute.split("."):
         found = getattr(found, part)

@@ -463,3 +463,60 @@ def test_any_sequence_of_imports_looks_the_same_with_and_without_the_finder(
 ) -> None:
     files, targets, operations = example
     assert _observe(files, targets, operations, hook=True) == _observe(files, targets, operations, hook=False)
+
+
+def test_a_finder_before_ours_is_asked_once(folder: pathlib.Path) -> None:
+    class Counts:
+        asked = 0
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            self.asked += name == "target"
+
+    write(folder, "target.py", "")
+    with hooked("target"):
+        before: Any = Counts()
+        sys.meta_path.insert(0, before)
+        try:
+            importlib.import_module("target")
+        finally:
+            sys.meta_path.remove(before)
+    assert before.asked == 1
+
+
+def test_a_finder_taken_off_the_list_by_another_thread_still_finds(folder: pathlib.Path) -> None:
+    write(folder, "target.py", "")
+    finder = TargetFinder({"target"}, lambda *_: None)
+    spec = finder.find_spec("target")
+    assert spec is not None
+    assert spec.origin == str(folder / "target.py")
+
+
+def test_where_the_loader_cannot_be_replaced_the_import_goes_on_unwatched(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(file: str) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr("kvcanary_agent._execute", fail)
+    write(folder, "target.py", "value = 1\n")
+    with hooked("target") as announced:
+        assert importlib.import_module("target").value == 1
+    assert announced == []
+    assert capsys.readouterr().err == "kvcanary-agent: target is not watched: OSError: no such file\n"
+
+
+def test_two_modules_that_import_each_other_are_announced_once_each_when_whole(folder: pathlib.Path) -> None:
+    write(folder, "one.py", "import two\nvalue = 1\n")
+    write(folder, "two.py", "import one\nvalue = 2\n")
+    seen: list[tuple[str, bool]] = []
+    with hooked("one", "two", on_import=lambda name, module: seen.append((name, hasattr(module, "value")))):
+        importlib.import_module("one")
+    assert seen == [("two", True), ("one", True)]
+
+
+def test_a_module_with_a_getattr_of_its_own_is_asked_for_nothing_more_than_without(folder: pathlib.Path) -> None:
+    body = "asked = []\ndef __getattr__(name):\n    asked.append(name)\n    raise AttributeError(name)\n"
+    write(folder, "target.py", body)
+    write(folder, "plain.py", body)
+    with hooked("target"):
+        assert importlib.import_module("target").asked == importlib.import_module("plain").asked

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from kvcanary_agent.settings import _PARSERS
 from tests.activation.processes import ADAPTER, ENGINE, ROOT, TEMPLATE, Processes
 
 INSTALL = "import kvcanary_agent; kvcanary_agent.install()\n"
@@ -166,6 +167,37 @@ def test_an_adapters_module_is_not_taken_from_the_working_directory(stand_in: Pr
     result = stand_in.door("-c", STEP, KVCANARY_ADAPTERS="adapter:patch")
     assert result.stdout == "2\n"
     assert "the adapter adapter:patch of KVCANARY_ADAPTERS cannot be loaded: ModuleNotFoundError" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["adapter", "pack"])
+def test_not_even_when_python_itself_searches_it_first(stand_in: Processes, name: str) -> None:
+    stand_in.write("pack/__init__.py", "print('imported')\n")
+    program = f"import sys; assert '' in sys.path\n{INSTALL}{STEP}"
+    result = stand_in.python("-c", program, PYTHONPATH=str(ROOT), KVCANARY_ADAPTERS=f"{name}:patch")
+    assert result.stdout == "2\n"
+    assert f"{name} lies in the working directory; name it as a file, ./{name}.py, or install it" in result.stderr
+
+
+HOSTILE = [
+    "trap",
+    "trap.py",
+    "trap:adapter",
+    "../trap.py",
+    "%s",
+    "__import__('trap')",
+    "os:system",
+    "a" * 100_000,
+    "\n",
+]
+
+
+@pytest.mark.parametrize("variable", [f"KVCANARY_{field.upper()}" for field in _PARSERS])
+def test_no_value_of_a_setting_has_a_file_of_the_working_directory_imported(stand_in: Processes, variable: str) -> None:
+    for name in ("trap", "kvcanary_agent", "settings", "targets", "logging_trap"):
+        stand_in.write(f"{name}.py", "print('imported')\n")
+    for value in HOSTILE:
+        result = stand_in.door("-c", STEP, **{variable: value})
+        assert (result.returncode, result.stdout) == (0, "2\n"), value
 
 
 @pytest.mark.parametrize(

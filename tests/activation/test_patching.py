@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import copy
 import enum
 import functools
 import inspect
@@ -507,3 +508,52 @@ def test_under_torch_compile_a_patched_method_adds_nothing_to_the_graph() -> Non
     patch_method(Model, "forward", break_the_graph)
     compiled = torch.compile(Model(), fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_around_a_compiled_region_a_patched_method_causes_no_recompilation() -> None:
+    torch = pytest.importorskip("torch")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]  # as above
+        def forward(self, x: Any) -> Any:
+            return x * 2
+
+    class Runner:
+        def __init__(self) -> None:
+            self.layer = torch.compile(Layer(), fullgraph=True, backend=backend)
+
+        def step(self, x: Any) -> Any:
+            return self.layer(x) + 1
+
+    around = Recorder()
+    patch_method(Runner, "step", around)
+    patch_method(Layer, "forward", around)
+    runner = Runner()
+    for _ in range(3):
+        assert runner.step(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert len(around.seen) == 3  # outside of the region, and not inside
+    assert len(graphs) == 1
+    unwrap_method(Runner, "step")
+    assert runner.step(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert len(graphs) == 1
+
+
+def test_a_patched_class_is_copied_and_subclassed_as_before() -> None:
+    wrap_method(Engine, "step", Recorder())
+    engine = Engine()
+    engine.state = [1]  # type: ignore[attr-defined]  # of this instance
+    assert copy.copy(engine).state is engine.state  # type: ignore[attr-defined]  # copied
+    assert copy.deepcopy(engine).state == [1]  # type: ignore[attr-defined]  # copied
+    assert copy.deepcopy(engine.step)(1) == 2
+    assert copy.copy(Engine.step) is Engine.step
+
+    class Derived(Engine):
+        def step(self, number: int, /, *, scale: int = 1) -> int:
+            return super().step(number, scale=scale) + 100
+
+    assert Derived().step(1) == 102
+    assert inspect.getsource(Engine.step) == inspect.getsource(inspect.unwrap(Engine.step))

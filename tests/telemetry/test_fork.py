@@ -152,3 +152,56 @@ os.wait()
 """
     out, errors = start_child(program).communicate(timeout=60)
     assert out == "[5]\n", errors
+
+
+def test_a_lock_that_another_thread_holds_and_a_failed_start_stay_in_the_parent(
+    receiver: HttpOtlpReceiver, start_child: StartChild
+) -> None:
+    program = """
+import os, threading
+from kvcanary_agent.canary.violation import CheckCounts
+from tests.telemetry.samples import finish_pass, open_pool
+from kvcanary_agent.telemetry import exporting
+real = exporting.Exporting
+def refuses(*_): raise OSError("no memory")
+exporting.Exporting = refuses
+telemetry, pool = open_pool()
+exporting.Exporting = real
+locked, done = threading.Event(), threading.Event()
+def hold():
+    with telemetry._lock:
+        locked.set()
+        done.wait()
+threading.Thread(target=hold).start()
+locked.wait()
+child = os.fork()
+if child == 0:
+    finish_pass(pool, counts=CheckCounts(slots={"token": (5, 0)}))
+    os._exit(0 if telemetry.flush(30) else 1)
+_, status = os.waitpid(child, 0)
+done.set()
+print(child, status)
+"""
+    out, errors = start_child(program).communicate(timeout=120)
+    child, status = out.split()
+    assert status == "0", errors
+    assert slots_checked(receiver, int(child)) == 5
+
+
+def test_a_child_never_runs_the_destructors_of_what_its_parent_still_uses(
+    receiver: HttpOtlpReceiver, start_child: StartChild
+) -> None:
+    program = """
+import gc, os, weakref
+from tests.telemetry.samples import finish_pass, open_pool
+telemetry, pool = open_pool()
+exporters = weakref.ref(telemetry.exporting())
+if os.fork() == 0:
+    finish_pass(pool)
+    gc.collect()
+    print(exporters() is not None and exporters() is not telemetry.exporting(), flush=True)
+    os._exit(0)
+os.wait()
+"""
+    out, errors = start_child(program).communicate(timeout=120)
+    assert out == "True\n", errors
