@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,10 +58,8 @@ def test_a_log_handler_that_blocks_does_not_block_the_steps(
     telemetry, pool = open_pool()
     finish_pass(pool, violation())
     assert blocked.entered.wait(10)
-    start = time.monotonic()
-    for step in range(100):
+    for step in range(100):  # while the handler blocks, which only this thread ends
         finish_pass(pool, violation(step=step), step=step)
-    assert time.monotonic() - start < 5
     assert not telemetry.flush(0.1)
     blocked.go_on.set()
     assert telemetry.shutdown(timeout_s=10)

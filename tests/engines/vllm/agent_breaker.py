@@ -11,9 +11,9 @@ from typing import Any
 targets = ("vllm.v1.worker.gpu_model_runner",)
 
 
-def patch(_: ModuleType) -> None:
+def patch(engine_module: ModuleType) -> None:
     """Let the function raise from now on, wherever it is referred to."""
-    module, _, path = os.environ["BREAK"].partition(":")
+    module, path = os.environ["BREAK"].split(":")
     function: Any = importlib.import_module(module)
     for name in path.split("."):
         function = getattr(function, name)
