@@ -184,14 +184,7 @@ class Canary:
             return
         self._logs[group].note(self._step, "copied", None, dst_blocks)
         records = self._records[group]
-        src, dst = self._on_device(src_blocks), self._on_device(dst_blocks)
-        generation = records.generation.view(-1, records.block_size)
-        valid = generation[src] == records.block_generation[src][:, None]
-        for values in records.per_slot:
-            blocks = values.view(-1, records.block_size)
-            blocks[dst] = blocks[src]
-        records.fingerprints_by_block[:, dst] = records.fingerprints_by_block[:, src]
-        generation[dst] = torch.where(valid, records.block_generation[dst][:, None], 0)
+        records.put_into(self._on_device(dst_blocks), records.taken_from(self._on_device(src_blocks)))
 
     def stored(self, key: Hashable, blocks: Sequence[int], *, group: int = 0) -> None:
         """A copy of these blocks to another tier begins: what their records say now is kept under ``key``."""

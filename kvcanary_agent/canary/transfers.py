@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from kvcanary_agent.kernels.hashing import mix
-from kvcanary_agent.kernels.records import Records
+from kvcanary_agent.kernels.records import BlockRecords, Records
 
 # How many times larger than the pool the other tiers may be. A record takes about 0.5 % of what it describes.
 _TIERS = 64
@@ -23,7 +23,7 @@ class StoredRecords:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Hashable, BlockRecords] = OrderedDict()
         self._on_device: OrderedDict[Hashable, None] = OrderedDict()
         self._slots = self._device_slots = 0
 
@@ -34,18 +34,13 @@ class StoredRecords:
         """Remember the records of ``blocks``, ``[n]`` int64."""
         self._drop(key)
         records = self._records
-        valid = records.generation.view(-1, records.block_size)[blocks] == records.block_generation[blocks][:, None]
-        values = [values.view(-1, records.block_size)[blocks] for values in records.per_slot]
-        generation = values[records.generation_index]
-        values[records.generation_index] = torch.where(valid, 1, 0).to(generation.dtype)
-        prints = records.fingerprints_by_block[:, blocks]
-        kept = self._kept[key] = _Kept(values, prints)
+        kept = self._kept[key] = records.taken_from(blocks)
         self._on_device[key] = None
-        self._slots += kept.slots
-        self._device_slots += kept.slots
+        self._slots += kept.num_slots
+        self._device_slots += kept.num_slots
         while self._device_slots > records.num_slots and len(self._on_device) > 1:
             oldest, _ = self._on_device.popitem(last=False)
-            self._device_slots -= self._kept[oldest].slots
+            self._device_slots -= self._kept[oldest].num_slots
             self._kept[oldest] = self._kept[oldest].to(torch.device("cpu"))
         while self._slots > _TIERS * records.num_slots:
             self._drop(next(iter(self._kept)))
@@ -55,41 +50,18 @@ class StoredRecords:
         kept = self._kept.get(key)
         if kept is None:
             return False
-        records = self._records
-        kept = kept.to(records.device)
-        values, prints = kept.values, kept.prints
-        blocks = blocks[: values[0].shape[0]]
-        for target, source in zip(records.per_slot, values, strict=True):
-            target.view(-1, records.block_size)[blocks] = source[: blocks.numel()]
-        records.fingerprints_by_block[:, blocks] = prints[:, : blocks.numel()]
-        valid = values[records.generation_index][: blocks.numel()] == 1
-        generation = torch.where(valid, records.block_generation[blocks][:, None], 0)
-        records.generation.view(-1, records.block_size)[blocks] = generation
+        blocks = blocks[: kept.table.shape[0]]
+        self._records.put_into(blocks, kept.first(blocks.shape[0]).to(self._records.device))
         return True
 
     def _drop(self, key: Hashable) -> None:
         kept = self._kept.pop(key, None)
         if kept is None:
             return
-        self._slots -= kept.slots
+        self._slots -= kept.num_slots
         if key in self._on_device:
             del self._on_device[key]
-            self._device_slots -= kept.slots
-
-
-class _Kept:
-    """Records of n blocks: ``values`` as in `Records.per_slot`, ``[n, block_size]`` each, the generation 1 where valid;
-    ``prints``, ``[parts, n, block_size]``."""
-
-    def __init__(self, values: list[torch.Tensor], prints: torch.Tensor) -> None:
-        self.values, self.prints = values, prints
-
-    @property
-    def slots(self) -> int:
-        return self.values[0].numel()
-
-    def to(self, device: torch.device) -> _Kept:
-        return _Kept([values.to(device) for values in self.values], self.prints.to(device))
+            self._device_slots -= kept.num_slots
 
 
 def enter_foreign(
@@ -118,3 +90,4 @@ def enter_foreign(
     records.chain_after[slots] = after
     records.generation[slots] = records.block_generation[blocks].repeat_interleave(size)
     records.fingerprinted[slots] = 1
+    records.forget_block_prints(blocks)

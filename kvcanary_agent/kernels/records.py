@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -29,6 +30,37 @@ class Column(IntEnum):
     """Scratch: order (low half) and step (high half) of the write to come; of several, the greatest is the last."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockRecords:
+    """The records of n blocks, apart from their place.
+
+    Attributes:
+        table: ``[n, block_size, len(Column)]`` int64.
+        valid: ``[n, block_size]`` bool: the slot counted as written.
+        fingerprints: ``[parts, n, block_size]`` int64.
+    """
+
+    table: torch.Tensor
+    valid: torch.Tensor
+    fingerprints: torch.Tensor
+
+    @property
+    def num_slots(self) -> int:
+        return self.valid.numel()
+
+    def first(self, blocks: int) -> BlockRecords:
+        """Those of the first so many blocks."""
+        return BlockRecords(
+            table=self.table[:blocks], valid=self.valid[:blocks], fingerprints=self.fingerprints[:, :blocks]
+        )
+
+    def to(self, device: torch.device) -> BlockRecords:
+        """The same on another device."""
+        return BlockRecords(
+            table=self.table.to(device), valid=self.valid.to(device), fingerprints=self.fingerprints.to(device)
+        )
+
+
 class Records:
     """Records of one group of layers on the pool's device: one row of a table for each slot, and its fingerprints.
 
@@ -46,6 +78,8 @@ class Records:
         fingerprinted: int32: 0 between a write and the forward's end, then 1.
         order: int32, scratch: which of its step's new tokens wrote the slot.
         fingerprints: ``[parts, slots]`` int64.
+        block_prints: ``[parts, blocks]`` int64: fingerprints of whole blocks, by which checks may tell that a block is
+            as it was when all its slots held what is on record; 0 where that is not known.
         has_unknown: Whether any slot was ever given the generation ``UNKNOWN``.
     """
 
@@ -76,6 +110,9 @@ class Records:
         self.table = torch.zeros((num_slots, len(Column)), dtype=torch.int64, device=device)
         self.block_generation = torch.ones(num_blocks, dtype=torch.int32, device=device)
         self.fingerprints = torch.zeros((len(views), num_slots), dtype=torch.int64, device=device)
+        # Only where checks run on the host: a GPU reads a slot in any layout at the memory's speed.
+        blocks_known = num_blocks if device.type == "cpu" else 0
+        self.block_prints = torch.zeros((len(views), blocks_known), dtype=torch.int64, device=device)
 
         halves = self.table.view(torch.int32)
         self.position, self.generation = halves[:, 2 * Column.PLACE], halves[:, 2 * Column.PLACE + 1]
@@ -88,31 +125,36 @@ class Records:
         """Nothing was ever written, as far as anybody knows."""
         self.table.zero_()
         self.fingerprints.zero_()
+        self.block_prints.zero_()
+
+    def taken_from(self, blocks: torch.Tensor) -> BlockRecords:
+        """A copy of what is on record of ``[n]`` int64 blocks."""
+        table = self.table.view(self.num_blocks, self.block_size, -1)[blocks]
+        generation = table.view(torch.int32)[..., 2 * Column.PLACE + 1]
+        valid = generation == self.block_generation[blocks][:, None]
+        return BlockRecords(table=table, valid=valid, fingerprints=self.fingerprints_by_block[:, blocks])
+
+    def put_into(self, blocks: torch.Tensor, records: BlockRecords) -> None:
+        """Replace what is on record of ``[n]`` int64 blocks; what was not valid where it was taken is not here."""
+        table = records.table.clone()
+        generation = torch.where(records.valid, self.block_generation[blocks][:, None], 0)
+        table.view(torch.int32)[..., 2 * Column.PLACE + 1] = generation
+        by_block = self.table.view(self.num_blocks, self.block_size, -1)
+        # Which write of this step claims a slot is a matter of the slot, not of what was there.
+        table[..., Column.CLAIM] = by_block[blocks][..., Column.CLAIM]
+        by_block[blocks] = table
+        self.fingerprints_by_block[:, blocks] = records.fingerprints
+        self.forget_block_prints(blocks)
+
+    def forget_block_prints(self, blocks: torch.Tensor) -> None:
+        """Something else is on record of ``[n]`` int64 blocks, or will be in them, than their prints were taken of."""
+        if self.block_prints.numel():
+            self.block_prints.index_fill_(1, blocks, 0)
 
     @property
     def fingerprints_by_block(self) -> torch.Tensor:
         """``[parts, blocks, block_size]``, a view."""
         return self.fingerprints.view(self.fingerprints.shape[0], self.num_blocks, self.block_size)
-
-    @property
-    def per_slot(self) -> tuple[torch.Tensor, ...]:
-        """Every ``[slots]`` tensor that describes a write, for moving records along with their blocks."""
-        return (
-            self.token,
-            self.position,
-            self.owner,
-            self.step,
-            self.seed,
-            self.generation,
-            self.chain,
-            self.chain_after,
-            self.fingerprinted,
-        )
-
-    @property
-    def generation_index(self) -> int:
-        """Where ``generation`` stands in ``per_slot``: it alone means something else in another block."""
-        return 5
 
     @property
     def num_bytes(self) -> int:

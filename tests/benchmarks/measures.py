@@ -34,6 +34,13 @@ from tests.canary.toy import RecordingSink
 
 BLOCK = 16
 
+# What SGLang 0.5.23's own kv-canary costs on a CPU, in seconds a slot: its torch reference, one thread, 4,096 slots,
+# measured on the machine (AMD EPYC 9004, 2.6 GHz) on which these benchmarks were first run. A slot's bytes are those of
+# one half of one layer.
+SGLANG_VERIFY_METADATA = 53e-6
+SGLANG_VERIFY_1024_BYTES = 220e-6
+SGLANG_WRITE = 69e-6
+
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each call. They take turns, so that whatever else the machine does hits all of them alike."""
@@ -160,6 +167,21 @@ def growth(rounds: int, *, largest: int = 1 << 20) -> dict[int, float]:
     batches = {size: batch(max(1, size // 4096), 4096, new=0) for size in sizes}
     seconds = interleaved({str(size): of_size.verify for size, of_size in batches.items()}, rounds)
     return {size: seconds[str(size)] / seconds[str(size // 2)] for size in sizes[1:]}
+
+
+def speed_over_sglang(rounds: int) -> dict[str, float]:
+    """How many times less a slot costs than with `SGLANG_VERIFY_METADATA` and its like, whose checks are fewer."""
+    reads, prefill = batch(1, 4096, new=0), batch(1, 4096, new=4096)
+    view = torch.randint(-(2**15), 2**15, (4096 // BLOCK, BLOCK, 4, 128), dtype=torch.int16)
+    # As many parts as a Llama-3-8B's pool has, so that scratch is as large as there.
+    fingerprinter = Fingerprinter([as_words(view)] * 64, [torch.bfloat16] * 64)
+    compared = partial(fingerprinter.of_blocks, 0, torch.randperm(view.shape[0]))
+    seconds = interleaved({"verify": reads.verify, "write": prefill.enter, "content": compared}, rounds)
+    return {
+        "verify": 4096 * SGLANG_VERIFY_METADATA / seconds["verify"],
+        "write": 4096 * SGLANG_WRITE / seconds["write"],
+        "content": 4096 * SGLANG_VERIFY_1024_BYTES / seconds["content"],
+    }
 
 
 class _Clock(RecordingSink):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.benchmarks.measures import fingerprint_speeds, growth, metadata_costs, record_shares
+from tests.benchmarks.measures import fingerprint_speeds, growth, metadata_costs, record_shares, speed_over_sglang
 
 ATTEMPTS = 20
 
@@ -37,6 +37,11 @@ def test_fingerprints_are_as_fast_as_the_memory_allows(layout: str, bar: float) 
 @pytest.mark.parametrize(("operation", "bar"), [("verify", 6), ("enter", 8)])
 def test_metadata_cost_a_few_gathers_of_their_records(operation: str, bar: float) -> None:
     assert best(lambda: metadata_costs(9)[operation], lambda cost: cost <= bar) <= bar
+
+
+@pytest.mark.parametrize("operation", ["verify", "write", "content"])
+def test_a_slot_costs_less_than_half_a_percent_of_what_the_canary_of_sglang_takes(operation: str) -> None:
+    assert best(lambda: speed_over_sglang(9)[operation], lambda factor: factor >= 200) >= 200
 
 
 def test_cost_grows_linearly_with_the_slots_read() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +11,15 @@ from hypothesis import strategies as st
 
 from kvcanary_agent.kernels.checks import Checks
 from kvcanary_agent.kernels.hashing import as_words
+from kvcanary_agent.kernels.plan import KnownTokens, Rows, Writes
+from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.reference.fingerprint import fingerprint
+from kvcanary_agent.kernels.ring import ViolationRing
 from kvcanary_agent.kernels.tuned import TunedChecks
 from kvcanary_agent.kernels.tuned.fingerprint import Fingerprinter
-from tests.canary.toy import LAYOUTS
+from kvcanary_agent.kernels.tuned.images import Image, images_of_neighbours, images_of_parts
+from kvcanary_agent.kernels.tuned.reads import CleanReads
+from tests.canary.toy import LAYOUTS, Row, ToyEngine
 from tests.kernels.histories import Setting, hear
 
 SETTINGS = st.builds(
@@ -24,6 +31,7 @@ SETTINGS = st.builds(
     reports_ownership=st.booleans(),
     window=st.none(),
     seed=st.integers(0, 2**32),
+    steps=st.sampled_from([7, 14]),
 )
 
 
@@ -100,3 +108,173 @@ def test_parts_that_lie_in_no_regular_grid_are_gathered_one_by_one() -> None:
     assert [stack.parts for stack in stacks] == [(0,), (1,), (2,)]
     _, prints = fingerprinter.of_slots(stacks, torch.tensor([2]), torch.tensor([1]))
     assert prints.flatten().tolist() == [int(fingerprint(view[2, 1:])) for view in views]
+
+
+# What is not looked at again
+
+
+class Proof:
+    """Two rows of ten tokens in blocks of four, written and verified; what the second look says is the test."""
+
+    def __init__(self) -> None:
+        self.records = Records(8, 4, torch.device("cpu"), [])
+        self.checks = TunedChecks(self.records, ViolationRing(64, self.records.device), 0, lambda *_: None)
+        self.table = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        self.seeds = torch.tensor([7, 8])
+        self.known = KnownTokens(
+            tokens=torch.arange(24).view(2, 12), rows=torch.arange(2), lengths=torch.tensor([12, 12])
+        )
+        self.enter(0, 10)
+        assert self.is_clean(10)
+
+    def rows(self, length: int) -> Rows:
+        return Rows(
+            step=1,
+            owners=torch.tensor([1, 2], dtype=torch.int32),
+            seeds=self.seeds,
+            prefix_lens=torch.full((2,), length),
+            block_table=self.table,
+            held=None,
+            held_rows=torch.full((2,), -1),
+            references=torch.zeros(8, dtype=torch.int32),
+            first_holders=torch.full((8,), -1, dtype=torch.int32),
+        )
+
+    def enter(self, begin: int, end: int) -> None:
+        positions = torch.arange(begin, end).repeat(2)
+        of_row = torch.arange(2).repeat_interleave(end - begin)
+        writes = Writes(
+            rows=of_row,
+            offsets=torch.arange(3) * (end - begin),
+            tokens=self.known.tokens[of_row, positions],
+            positions=positions,
+            slots=self.table[of_row, positions // 4] * 4 + positions % 4,
+            known=None,
+        )
+        self.checks.enter(self.rows(begin), writes, None, None, False)
+
+    def is_clean(self, length: int) -> bool:
+        return isinstance(self.checks.verify_reads(self.rows(length), None, self.known), CleanReads)
+
+
+def test_a_row_that_goes_on_is_proven_from_where_the_last_proof_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = Proof()
+    monkeypatch.setattr(proof.checks._screen, "_sound_slots", lambda *_: pytest.fail("looked at everything again"))
+    proof.enter(10, 11)
+    assert proof.is_clean(11)
+    assert proof.is_clean(11)
+
+
+@pytest.mark.parametrize("field", ["position", "generation", "token", "seed", "chain", "chain_after"])
+def test_a_record_that_changes_after_its_proof_is_seen(field: str) -> None:
+    proof = Proof()
+    with torch.inference_mode():
+        getattr(proof.records, field)[2 * 4 + 1] += 1
+    assert not proof.is_clean(10)
+
+
+def test_a_table_entry_that_changes_after_the_proof_is_seen() -> None:
+    for row in range(2):
+        for column in range(3):
+            proof = Proof()
+            proof.table[row, column] = 7
+            assert not proof.is_clean(10)
+            proof.table[row, column] = -1
+            assert not proof.is_clean(10)
+
+
+def test_rows_that_trade_places_are_seen() -> None:
+    proof = Proof()
+    proof.table = proof.table[[1, 0]]
+    assert not proof.is_clean(10)
+    proof.seeds = proof.seeds[[1, 0]]
+    assert not proof.is_clean(10), "their tokens are still each other's"
+    proof.known.tokens.copy_(proof.known.tokens[[1, 0]].clone())
+    assert proof.is_clean(10)
+
+
+def test_a_request_s_own_token_that_changes_after_the_proof_is_seen() -> None:
+    for position in range(10):
+        proof = Proof()
+        proof.known.tokens[1, position] += 1
+        assert not proof.is_clean(10)
+
+
+def test_another_seed_is_seen() -> None:
+    proof = Proof()
+    proof.seeds = torch.tensor([7, 9])
+    assert not proof.is_clean(10)
+
+
+def test_a_block_that_is_handed_out_again_is_seen_and_one_that_nobody_reads_is_not() -> None:
+    proof = Proof()
+    proof.records.block_generation[7] += 1
+    assert proof.is_clean(10)
+    proof.records.block_generation[5] += 1
+    assert not proof.is_clean(10)
+
+
+def test_a_write_to_a_proven_slot_is_seen() -> None:
+    proof = Proof()
+    proof.known.tokens[0, 2] = 99
+    proof.enter(2, 3)
+    proof.known.tokens[0, 2] = 2
+    assert not proof.is_clean(10)
+
+
+def test_records_that_travel_with_a_copied_block_are_seen() -> None:
+    proof = Proof()
+    proof.records.put_into(torch.tensor([2]), proof.records.taken_from(torch.tensor([5])))
+    assert not proof.is_clean(10)
+
+
+# Whole blocks
+
+
+def addresses(view: torch.Tensor, base: int) -> list[int]:
+    """The addresses of all bytes of the first block of a view ``[blocks, ...]``, relative to ``base``, in its order."""
+    at = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(view.shape[1:], view.stride()[1:], strict=True):
+        at = at[..., None] + torch.arange(size) * stride
+    bytes_of_word = torch.arange(view.element_size())
+    words = (view.data_ptr() - base + at.view(-1) * view.element_size())[:, None] + bytes_of_word
+    return [int(address) for address in words.flatten()]
+
+
+@pytest.mark.parametrize("images", [images_of_parts, images_of_neighbours])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_an_image_of_a_block_holds_each_byte_once_in_the_order_of_their_addresses(
+    layout: str, images: Callable[[Sequence[torch.Tensor]], list[Image]]
+) -> None:
+    for group in LAYOUTS[layout](7, 4):
+        views = [as_words(part.view) for part in group.parts]
+        found = images(views)
+        assert sorted(part for image in found for part in image.parts) == list(range(len(views)))
+        for image in found:
+            base = views[image.parts[0]].data_ptr()
+            in_image = addresses(image.view, base)
+            assert in_image == sorted(a for part in image.parts for a in addresses(views[part], base))
+            assert len(in_image) == image.num_bytes
+
+
+def test_keys_and_values_that_fill_a_page_together_are_one_image() -> None:
+    pages = torch.zeros(5, 2, 2, 4 * 8)
+    k = pages[:, :, 0].view(5, 2, 8, 4).permute(0, 3, 1, 2)
+    v = pages[:, :, 1].view(5, 2, 4, 8).transpose(1, 2)
+    (image,) = images_of_neighbours([as_words(k), as_words(v)])
+    assert image.parts == (0, 1)
+    assert image.view.shape == (5, 2 * 2 * 4 * 8 // 2), "as rows of eight bytes"
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_bit_that_flips_in_a_block_known_as_a_whole_is_reported_for_each_of_its_readers(layout: str) -> None:
+    for part in range(len(LAYOUTS[layout](2, 4)[0].parts)):
+        toy = ToyEngine(layout, blocks=12, settings={"content": "full"})
+        toy.start("a", range(10, 22))
+        toy.request("b", [*range(10, 18), 5, 6])
+        toy.share("b", "a", 2)
+        toy.allocate("b", 1)
+        toy.step(Row(request="b", count=2), Row(request="a", count=0))
+        toy.poke(toy.slot("a", 5), part, mask=1)
+        toy.step(Row(request="a", count=0), Row(request="b", count=0))
+        assert sorted(str(violation.request) for violation in toy.sink.violations) == ["a", "b"]

@@ -28,6 +28,7 @@ class TunedChecks(Checks):
         super().__init__(records, ring, group, count)
         self._screen = ReadScreen(records)
         self._content = ContentChecks(records, ring, group)
+        self._everything = [(part, (0, 1)) for part in range(len(records.views))]
 
     @property
     def num_bytes(self) -> int:
@@ -41,11 +42,14 @@ class TunedChecks(Checks):
         null_block: int | None,
         measure_before: bool,
     ) -> Any:
+        if measure_before:
+            self._content.read_everything()
         few = few_writes(self.records, rows, writes) if pad_slots is None else None
         if few is None:
             return super().enter(rows, writes, pad_slots, null_block, measure_before)
         if measure_before:
             self._measure(writes.slots)
+        self._content.writes(writes.slots)
         with self._screen.changes(writes.slots):
             written = few.enter()
         self.count("write", writes.slots.shape[0], 0)
@@ -57,7 +61,9 @@ class TunedChecks(Checks):
         return super()._check_writes(rows, writes)
 
     def _enter_writes(self, rows: Rows, writes: Writes) -> tuple[Written, int]:
-        with self._screen.changes(writes.slots.clamp(0, self.records.num_slots - 1)):
+        slots = writes.slots.clamp(0, self.records.num_slots - 1)
+        self._content.writes(slots)
+        with self._screen.changes(slots):
             return enter_writes(self.records, rows, writes, self.ring, self.group)
 
     def _measure(self, slots: torch.Tensor) -> None:
@@ -71,8 +77,17 @@ class TunedChecks(Checks):
         return reads
 
     def verify_content(self, rows: Rows, reads: Any, due: Sequence[Due]) -> None:
+        if isinstance(reads, CleanReads) and due == self._everything:
+            self.count("content", *self._content.verify_all(rows, reads))
+            return
         for part, block_class in due:
             self.count("content", *self._content.verify(rows, reads, part, block_class))
+
+    def check_null_block(self, part: int, null_block: int, step: int) -> None:
+        if self._content.null_block_is_finite(part, null_block):
+            self.count("nonfinite", self.records.block_size, 0)
+        else:
+            super().check_null_block(part, null_block, step)
 
     def record_content(self, written: Written) -> None:
         if not written.slots.numel():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kvcanary_agent.kernels.plan import Fault, Reads, Rows, Written
@@ -11,6 +13,7 @@ from kvcanary_agent.kernels.reference.numbers import has_nonfinite
 from kvcanary_agent.kernels.ring import ViolationRing
 
 from .fingerprint import Fingerprinter
+from .images import BlockPrints
 from .reads import CleanReads
 
 
@@ -21,11 +24,20 @@ class ContentChecks:
         self._records, self._ring, self._group = records, ring, group
         self._fingerprinter = Fingerprinter(records.views, records.number_types)
         self._carries_tokens = torch.tensor(records.carries_tokens, dtype=torch.bool)[:, None]
+        self._blocks = BlockPrints(records, self._fingerprinter)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of scratch."""
-        return self._fingerprinter.num_bytes
+        return self._fingerprinter.num_bytes + self._blocks.num_bytes
+
+    def writes(self, slots: torch.Tensor) -> None:
+        """The step will write to ``[n]`` slots of the pool."""
+        self._records.forget_block_prints(slots // self._records.block_size)
+
+    def read_everything(self) -> None:
+        """From now on every step compares all bytes that it reads."""
+        self._blocks.join_neighbours()
 
     def verify(self, rows: Rows, reads: CleanReads | Reads, part: int, block_class: tuple[int, int]) -> tuple[int, int]:
         """Compare one part in the sound slots that the step reads, in blocks of that class.
@@ -40,27 +52,75 @@ class ContentChecks:
             blocks = blocks.index_select(0, entries)
         if not blocks.numel():
             return 0, 0
+        checked = 0
+        if isinstance(reads, CleanReads):
+            changed = self._blocks.changed(part, blocks)
+            if changed is None:
+                return reads.num_live(entries), 0
+            if changed.shape[0] < blocks.shape[0]:
+                checked = reads.num_live(entries)
+                entries = changed if entries is None else entries.index_select(0, changed)
+                checked -= reads.num_live(entries)
+        counts = self._verify_slots(rows, reads, part, entries)
+        return checked + counts[0], counts[1]
+
+    def verify_all(self, rows: Rows, reads: CleanReads) -> tuple[int, int]:
+        """Compare all parts in all slots that the step reads; a block that several rows read, once for all of them.
+
+        Returns:
+            Payloads compared, and how many of them differ.
+        """
+        records, parts = self._records, len(self._records.views)
+        if not reads.num_slots:
+            return 0, 0
+        if records.has_unknown:
+            return self._verify_parts(rows, reads, None)
+        changed = self._blocks.changed_in_any_part(reads.blocks)
+        if changed is None:
+            return reads.num_slots * parts, 0
+        entries = changed.index_select(0, reads.blocks).nonzero().view(-1)
+        unchanged = (reads.num_slots - reads.num_live(entries)) * parts
+        blocks, mask = reads.blocks.index_select(0, entries), reads.live(entries)
+        mask.logical_and_(self._comparable(blocks, None))
+        slots = (blocks * records.block_size)[:, None] + torch.arange(records.block_size)
+        if not self._as_recorded(slots[mask]):
+            checked, failed = self._verify_parts(rows, reads, entries)
+            return unchanged + checked, failed
+        self._blocks.remember(blocks[mask.all(1)])
+        return unchanged + int(mask.sum()) * parts, 0
+
+    def _verify_parts(self, rows: Rows, reads: CleanReads, entries: torch.Tensor | None) -> tuple[int, int]:
+        counts = [self._verify_slots(rows, reads, part, entries) for part in range(len(self._records.views))]
+        return sum(checked for checked, _ in counts), sum(failed for _, failed in counts)
+
+    def _as_recorded(self, slots: torch.Tensor) -> bool:
+        """Whether ``[n]`` slots have, in all parts, the fingerprints on record."""
+        fingerprints = self._records.fingerprints
+        return all(
+            torch.equal(prints, fingerprints[parts, slots[chunk]]) for parts, chunk, prints, _ in self._prints_of(slots)
+        )
+
+    def _verify_slots(
+        self, rows: Rows, reads: CleanReads | Reads, part: int, entries: torch.Tensor | None
+    ) -> tuple[int, int]:
+        """Compare one part in the sound slots of all or of ``[n]`` entries, one slot after the other."""
+        blocks = reads.blocks if entries is None else reads.blocks.index_select(0, entries)
         if isinstance(reads, CleanReads):
             mask = reads.live(entries)
         else:
             mask = reads.sound if entries is None else reads.sound.index_select(0, entries)
-        mask = self._comparable(blocks, None) & mask
-
-        def owners(at: torch.Tensor) -> torch.Tensor:
-            entry = at if entries is None else entries[at]
-            return rows.owners[reads.rows[entry]]
-
-        def positions(at: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-            entry = at if entries is None else entries[at]
-            if isinstance(reads, CleanReads):
-                return reads.positions(entry).gather(1, offset[:, None]).view(-1)
-            return reads.positions[entry, offset]
-
-        differing = self._differing(part, blocks, mask)
+        written = self._comparable(blocks, None)
+        mask = written & mask
+        differing = self._differing(part, blocks, mask, written)
         if differing is None:
             return int(mask.sum()), 0
         at, offset = differing[0].nonzero(as_tuple=True)
-        self._report(rows.step, part, blocks, differing, owners(at), positions(at, offset))
+        entry = at if entries is None else entries[at]
+        if isinstance(reads, CleanReads):
+            position = reads.positions(entry).gather(1, offset[:, None]).view(-1)
+        else:
+            position = reads.positions[entry, offset]
+        self._report(rows.step, part, blocks, differing, rows.owners[reads.rows[entry]], position)
         return int(mask.sum()), at.shape[0]
 
     def patrol(self, first_block: int, num_blocks: int, part: int, step: int) -> tuple[int, int]:
@@ -71,20 +131,27 @@ class ContentChecks:
         """
         records = self._records
         run = slice(first_block, first_block + num_blocks)
-        generation = records.generation.view(-1, records.block_size)[run]
-        written = generation == records.block_generation[run, None]
-        blocks = written.any(1).nonzero().view(-1)
-        if not blocks.numel():
+        record = records.table.view(torch.int32).view(records.num_blocks, records.block_size, -1)[run]
+        mask = record[..., 2 * Column.PLACE + 1] == records.block_generation[run, None]
+        mask.logical_and_(record[..., 2 * Column.STATE] != 0)
+        checked = int(mask.sum())
+        if not checked:
             return 0, 0
-        written = written.index_select(0, blocks)
-        blocks += first_block
-        mask = self._comparable(blocks, written)
-        differing = self._differing(part, blocks, mask)
+        blocks = torch.arange(first_block, first_block + num_blocks)
+        if checked < mask.numel():
+            some = mask.any(1).nonzero().view(-1)
+            blocks, mask = blocks.index_select(0, some), mask.index_select(0, some)
+        changed = self._blocks.changed(part, blocks)
+        if changed is None:
+            return checked, 0
+        if changed.shape[0] < blocks.shape[0]:
+            blocks, mask = blocks.index_select(0, changed), mask.index_select(0, changed)
+        differing = self._differing(part, blocks, mask, mask)
         if differing is None:
-            return int(mask.sum()), 0
+            return checked, 0
         failed = int(differing[0].sum())
         self._report(step, part, blocks, differing, 0, -1)
-        return int(mask.sum()), failed
+        return checked, failed
 
     def verify_transfer(self, blocks: torch.Tensor, owner: int, step: int) -> tuple[int, int]:
         """Compare all parts of whole blocks with the records that came along.
@@ -98,7 +165,7 @@ class ContentChecks:
         positions = records.position.view(-1, records.block_size)[blocks].to(torch.int64)
         failed = 0
         for part in range(len(records.views)):
-            differing = self._differing(part, blocks, mask)
+            differing = self._differing(part, blocks, mask, mask)
             if differing is None:
                 continue
             failed += int(differing[0].sum())
@@ -116,6 +183,7 @@ class ContentChecks:
         not_finite = self.measure(slots)
         same = records.fingerprints.index_select(1, slots) == before
         records.fingerprinted.index_fill_(0, slots, 1)
+        self._blocks.remember_written(slots)
         if not not_finite and not bool(same.any()):
             return {Fault.LOST_WRITE: (slots.shape[0], 0), Fault.NONFINITE: (slots.shape[0], 0)}
         unchanged = same.all(0) & written.other_write
@@ -128,26 +196,38 @@ class ContentChecks:
         Returns:
             For each part that holds numbers that are not finite: which of the slots do, ``[n]`` bool.
         """
-        records, fingerprinter = self._records, self._fingerprinter
-        size = records.block_size
-        block, offset = slots // size, slots % size
         bad: dict[int, torch.Tensor] = {}
+        for at_parts, chunk, prints, (octets, number_type) in self._prints_of(slots):
+            self._records.fingerprints[at_parts, slots[chunk]] = prints
+            found = has_nonfinite(octets, number_type)
+            if found is None:
+                continue
+            parts = at_parts.view(-1).tolist()
+            found = found.view(len(parts), -1)
+            for index in found.any(1).nonzero().view(-1).tolist():
+                of_part = bad.setdefault(parts[index], torch.zeros_like(slots, dtype=torch.bool))
+                of_part[chunk] = found[index]
+        return sorted(bad.items())
+
+    def _prints_of(
+        self, slots: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor, tuple[torch.Tensor, torch.dtype]]]:
+        """What ``[n]`` slots hold, some parts and some slots at a time.
+
+        Yields:
+            The parts, ``[parts, 1]`` int64; which of the slots; their fingerprints, ``[parts, slots]`` int64; and the
+            payloads, ``[parts * slots, bytes]`` uint8, with the type of their numbers.
+        """
+        size, fingerprinter = self._records.block_size, self._fingerprinter
+        block = slots // size
+        offset = slots - block * size
         for (length, number_type), stacks in fingerprinter.stacks.items():
-            parts = [part for stack in stacks for part in stack.parts]
-            at_parts = torch.tensor(parts)[:, None]
-            step = fingerprinter.slots_per_chunk(length * len(parts))
+            parts = torch.tensor([part for stack in stacks for part in stack.parts])[:, None]
+            step = fingerprinter.slots_per_chunk(length * parts.shape[0])
             for start in range(0, slots.shape[0], step):
                 chunk = slice(start, start + step)
                 octets, prints = fingerprinter.of_slots(stacks, block[chunk], offset[chunk])
-                records.fingerprints[at_parts, slots[chunk]] = prints
-                found = has_nonfinite(octets.view(-1, length), number_type)
-                if found is None:
-                    continue
-                found = found.view(len(parts), -1)
-                for index in found.any(1).nonzero().view(-1).tolist():
-                    of_part = bad.setdefault(parts[index], torch.zeros_like(slots, dtype=torch.bool))
-                    of_part[chunk] = found[index]
-        return sorted(bad.items())
+                yield parts, chunk, prints, (octets.view(-1, length), number_type)
 
     def _comparable(self, blocks: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
         """Which slots of these blocks have a fingerprint that counts: ``[n, block_size]`` bool."""
@@ -162,14 +242,28 @@ class ContentChecks:
             mask &= taken[..., 2 * Column.PLACE + 1] != UNKNOWN
         return mask
 
+    def null_block_is_finite(self, part: int, null_block: int) -> bool:
+        """Whether the sum of one part's numbers in the null block is finite; False is no verdict."""
+        return self._blocks.is_finite(part, null_block)
+
     def _differing(
-        self, part: int, blocks: torch.Tensor, mask: torch.Tensor
+        self, part: int, blocks: torch.Tensor, mask: torch.Tensor, written: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Where the fingerprints of whole blocks are not those on record, those on record and those found."""
+        """Where the fingerprints of whole blocks are not those on record, those on record and those found.
+
+        Args:
+            part: Index of the part.
+            blocks: ``[n]`` int64.
+            mask, written: ``[n, block_size]`` bool: which slots to compare, and which have a fingerprint that counts.
+        """
         records = self._records
         found = self._fingerprinter.of_blocks(part, blocks)
         kept = records.fingerprints[part].view(-1, records.block_size).index_select(0, blocks)
-        differs = (found != kept).logical_and_(mask)
+        same = found == kept
+        whole = same.logical_and(written).all(1)
+        if bool(whole.any()):
+            self._blocks.remember(blocks[whole], part)
+        differs = same.logical_not_().logical_and_(mask)
         return (differs, kept, found) if bool(differs.any()) else None
 
     def _report(

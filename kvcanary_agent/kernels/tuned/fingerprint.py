@@ -16,7 +16,7 @@ _GATHER_BYTES = 1 << 20
 """Bytes gathered at a time: few calls for many bytes, and yet the products find them in the cache."""
 _SCRATCH_SHARE = 256
 """Scratch for gathers is at most this part of the pool, or one block of a part."""
-_RUN_BYTES = 1 << 22
+_RUN_BYTES = 1 << 20
 """Bytes at a time where they need not be gathered; what the first product has read, the second finds in the cache."""
 
 
@@ -37,6 +37,30 @@ class Stack:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Keys:
+    """What rows of one length are multiplied with.
+
+    Attributes:
+        width: Bytes of a segment.
+        of_byte: Two of ``[width, 1]`` int8; of_segment: two of ``[segments]`` int32.
+        exact: Whether this CPU's product of bytes is exact.
+    """
+
+    width: int
+    of_byte: tuple[torch.Tensor, ...]
+    of_segment: tuple[torch.Tensor, ...]
+    exact: bool
+
+    @staticmethod
+    def of(length: int) -> _Keys:
+        """Those of rows of so many bytes."""
+        width = min(length, SEGMENT)
+        of_byte = tuple(keys[:width, None].contiguous() for keys in byte_keys())
+        of_segment = tuple(segment_keys(num_segments(length)))
+        return _Keys(width=width, of_byte=of_byte, of_segment=of_segment, exact=_multiplies_exactly(of_byte))
+
+
 class Fingerprinter:
     """Fingerprints of the parts of one group.
 
@@ -51,7 +75,7 @@ class Fingerprinter:
             views: ``[blocks, block_size, *payload]`` of each part, integer dtypes.
             number_types: Of each part.
         """
-        self._views = [_widen(as_words(view), 2) for view in views]
+        self._views = [widen(as_words(view), 2) for view in views]
         self._lengths = [view[0, 0].numel() * view.element_size() for view in views]
         self.stacks: dict[tuple[int, torch.dtype], list[Stack]] = {}
         for stack in _stacks(self._views, number_types):
@@ -60,12 +84,7 @@ class Fingerprinter:
         block = max((view.shape[1] * length for view, length in zip(views, self._lengths, strict=True)), default=0)
         # Kept, because fresh memory costs more than the gather into it.
         self._scratch = torch.empty(-(-max(block, min(_GATHER_BYTES, pool // _SCRATCH_SHARE)) // 8), dtype=torch.int64)
-        self._segment_keys = {length: segment_keys(num_segments(length)) for length in set(self._lengths)}
-        self._byte_keys = {
-            width: tuple(keys[:width, None].contiguous() for keys in byte_keys())
-            for width in {min(length, SEGMENT) for length in self._lengths}
-        }
-        self._exact = all(_multiplies_exactly(keys) for keys in self._byte_keys.values())
+        self._keys: dict[int, _Keys] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -79,15 +98,36 @@ class Fingerprinter:
     def of_rows(self, octets: torch.Tensor) -> torch.Tensor:
         """The fingerprints, ``[rows]`` int64, of ``[rows, bytes]`` uint8, contiguous."""
         length = octets.shape[1]
-        width = min(length, SEGMENT)
-        if length % width:
+        keys = self._keys.get(length)
+        if keys is None:
+            keys = self._keys[length] = _Keys.of(length)
+        if length % keys.width:
             octets = torch.nn.functional.pad(octets, (0, -length % SEGMENT))
-        segments = octets.view(torch.int8).view(-1, width)
-        halves = []
-        for keys, of_segment in zip(self._byte_keys[width], self._segment_keys[length], strict=True):
-            sums = torch._int_mm(segments, keys) if self._exact else segments.to(torch.int32) @ keys.to(torch.int32)
-            halves.append(torch.mv(sums.view(-1, of_segment.shape[0]), of_segment))
-        return torch.stack(halves, 1).view(torch.int64).view(-1)
+        segments = octets.view(torch.int8).view(-1, keys.width)
+        halves = torch.empty((octets.shape[0], 2), dtype=torch.int32)
+        for half, (of_byte, of_segment) in enumerate(zip(keys.of_byte, keys.of_segment, strict=True)):
+            if keys.exact:
+                sums = torch._int_mm(segments, of_byte)
+            else:
+                sums = segments.to(torch.int32) @ of_byte.to(torch.int32)
+            torch.mv(sums.view(-1, of_segment.shape[0]), of_segment, out=halves[:, half])
+        return halves.view(torch.int64).view(-1)
+
+    def of_gathered(self, view: torch.Tensor, length: int, blocks: torch.Tensor) -> torch.Tensor:
+        """The fingerprints of the rows of that many bytes in these blocks, ``[n]``, of a view ``[blocks, ...]``."""
+        of_block = view[0].numel() * view.element_size()
+        if of_block > self.num_bytes:
+            self._scratch = torch.empty(-(-of_block // 8), dtype=torch.int64)
+        scratch = self._scratch.view(torch.uint8)
+        step = scratch.shape[0] // of_block
+        pieces = []
+        for start in range(0, blocks.shape[0], step):
+            chunk = blocks[start : start + step]
+            octets = scratch[: chunk.shape[0] * of_block]
+            gathered = octets.view(view.dtype).view(chunk.shape[0], *view.shape[1:])
+            torch.index_select(view, 0, chunk, out=gathered)
+            pieces.append(self.of_rows(octets.view(-1, length)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def of_blocks(self, part: int, blocks: torch.Tensor) -> torch.Tensor:
         """The fingerprints of one part in whole blocks: ``[n, block_size]`` int64 for ``[n]`` int64."""
@@ -98,17 +138,8 @@ class Fingerprinter:
             run = view[first : first + blocks.shape[0]].view(-1).view(torch.uint8).view(-1, length)
             step = max(1, _RUN_BYTES // length)
             pieces = [self.of_rows(run[start : start + step]) for start in range(0, run.shape[0], step)]
-        else:
-            scratch = self._scratch.view(torch.uint8)
-            step = scratch.shape[0] // (length * size)
-            pieces = []
-            for start in range(0, blocks.shape[0], step):
-                chunk = blocks[start : start + step]
-                octets = scratch[: chunk.shape[0] * length * size]
-                gathered = octets.view(view.dtype).view(chunk.shape[0], *view.shape[1:])
-                torch.index_select(view, 0, chunk, out=gathered)
-                pieces.append(self.of_rows(octets.view(-1, length)))
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, size)
+            return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, size)
+        return self.of_gathered(view, length, blocks).view(-1, size)
 
     def of_slots(
         self, stacks: Sequence[Stack], block: torch.Tensor, offset: torch.Tensor
@@ -132,7 +163,7 @@ def _is_run(blocks: torch.Tensor) -> bool:
     return bool((blocks[1:] - blocks[:-1] == 1).all())
 
 
-def _widen(view: torch.Tensor, leading: int) -> torch.Tensor:
+def widen(view: torch.Tensor, leading: int) -> torch.Tensor:
     """The same memory in the widest words that its payload, the dimensions after ``leading``, allows."""
     if view.dim() > leading:
         for dtype in _WIDER_WORDS:

@@ -112,6 +112,17 @@ class CleanReads:
             live &= positions >= self._low.index_select(0, rows)[:, None]
         return live
 
+    def num_live(self, entries: torch.Tensor | None) -> int:
+        """How many slots of all or of ``[n]`` entries the row reads."""
+        if entries is None:
+            return self.num_slots
+        rows, columns = (of_all.index_select(0, entries) for of_all in self._entries)
+        begin = columns * self._block_size
+        end = torch.minimum(self._rows.prefix_lens.index_select(0, rows), begin + self._block_size)
+        if self._low is not None:
+            begin = torch.maximum(self._low.index_select(0, rows), begin)
+        return int((end - begin).sum())
+
 
 class ReadScreen:
     """Whether any slot that a step reads fails any check of metadata."""
