@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from kvcanary_agent.kernels import plan
+from kvcanary_agent.kernels.checks import Checks
 from kvcanary_agent.kernels.dispatch import checks_for
-from kvcanary_agent.kernels.hashing import chain_seed, mix
+from kvcanary_agent.kernels.hashing import chain_seed
 from kvcanary_agent.kernels.plan import Rows, Writes
 from kvcanary_agent.kernels.records import UNKNOWN, Records
 from kvcanary_agent.kernels.ring import ViolationRing
+from kvcanary_agent.kernels.transit import Answer, is_asynchronous, lists_to_device, to_device
 from kvcanary_agent.settings import Settings
 
 from .block_log import BlockLog
+from .claims import Evidence, IndexClaims
 from .layout import KVGroup, KVLayout
 from .neighbourhood import slots_around
 from .occupancy import Occupancy
@@ -56,20 +60,25 @@ class Canary:
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._pending: list[Any] | None = None
-        self._claims: dict[tuple[int, int], _Claim] = {}
         self._broken_entries = Recent()
         self._read_last: tuple[Sequence[str], list[tuple[Rows, Any]]] | None = None
         # Owners and seeds of the last batch: most steps compute the same requests as the step before.
         self._batch: tuple[object, torch.Tensor, torch.Tensor] | None = None
+        self._last_held_rows: list[tuple[list[int], torch.Tensor] | None] = [None] * len(layout.groups)
         # In-place updates must work in and outside inference mode, whichever the engine is in now.
         with torch.inference_mode(False):
             self._records = [_records_of(group, settings.content) for group in layout.groups]
-            self._ring = ViolationRing(RING_CAPACITY, layout.device)
+            self._ring = ViolationRing(RING_CAPACITY, layout.device, len(layout.groups))
             self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
             self._occupancy = [Occupancy(g.num_blocks, g.null_block, g.device) for g in layout.groups]
         self._checks = [
             checks_for(records, self._ring, index, self._count) for index, records in enumerate(self._records)
         ]
+        # How often each block was handed out, or its contents given up, since the device was told last.
+        self._voided: list[Counter[int]] = [Counter() for _ in layout.groups]
+        self._claims = [IndexClaims(records) for records in self._records]
+        # What a group's allocator did with blocks, in words, and whether that was wrong, for allocators on the device.
+        self._unnamed: deque[tuple[int, str, Answer]] = deque()
         self._stored = [StoredRecords(records) for records in self._records]
         self._patrols = [Patrol(group) for group in layout.groups]
         self._logs = [BlockLog() for _ in layout.groups]
@@ -120,9 +129,7 @@ class Canary:
         if self._reporter.reports_ownership:
             ownership = self._ownership[group]
             misuses = ownership.freed(blocks, request, cached)
-            void = ownership.unreadable(blocks)
-            if void:
-                self._records[group].block_generation[self._on_device(void)] += 1
+            self._voided[group].update(set(ownership.unreadable(blocks)))
             self._misused(group, misuses)
 
     def taken(self, blocks: torch.Tensor, *, group: int = 0) -> None:
@@ -134,9 +141,7 @@ class Canary:
         """
         self._records[group].block_generation.index_add_(0, blocks.clamp(min=0), (blocks >= 0).to(torch.int32))
         wrong = self._occupancy[group].taken(blocks)
-        self._misused(
-            group, self._unnamed_misuses(group, blocks, wrong, "handed out while {} still uses it: double allocation")
-        )
+        self._ask_of(group, blocks, wrong, "handed out while {} still uses it: double allocation")
 
     def returned(self, blocks: torch.Tensor, *, group: int = 0) -> None:
         """As `freed`, from an allocator that keeps its lists on the device; nobody may read the blocks any more.
@@ -147,7 +152,7 @@ class Canary:
         """
         wrong = self._occupancy[group].returned(blocks)
         self._records[group].block_generation.index_add_(0, blocks.clamp(min=0), (blocks >= 0).to(torch.int32))
-        self._misused(group, self._unnamed_misuses(group, blocks, wrong, "freed although it is free: double free"))
+        self._ask_of(group, blocks, wrong, "freed although it is free: double free")
 
     def all_returned(self, *, group: int = 0) -> None:
         """The allocator starts anew, with every block free; nobody may read any of them."""
@@ -156,17 +161,13 @@ class Canary:
 
     def recycled(self, blocks: Sequence[int], *, group: int = 0) -> None:
         """The bytes of these blocks go to another group of layers, which shares them with this one."""
-        if blocks:
-            self._records[group].block_generation[self._on_device(blocks)] += 1
-            for block in blocks:
-                self._claims.pop((group, block), None)
+        self._voided[group].update(set(blocks))
+        self._claims[group].drop(blocks)
 
     def index_reset(self) -> None:
         """The prefix index was emptied: no block that is free now may be shared any more."""
-        for records, ownership in zip(self._records, self._ownership, strict=True):
-            void = ownership.uncached()
-            if void:
-                records.block_generation[self._on_device(void)] += 1
+        for voided, ownership in zip(self._voided, self._ownership, strict=True):
+            voided.update(set(ownership.uncached()))
 
     def follow_ownership(self, told: bool) -> None:
         """From now on the adapter tells of every block allocated, shared and freed, from a pool that is all free; or no
@@ -182,13 +183,16 @@ class Canary:
         """
         if not src_blocks:
             return
+        self._settle()
         self._logs[group].note(self._step, "copied", None, dst_blocks)
         records = self._records[group]
-        records.put_into(self._on_device(dst_blocks), records.taken_from(self._on_device(src_blocks)))
+        src, dst = lists_to_device([src_blocks, dst_blocks], records.device)
+        records.put_into(dst, records.taken_from(src))
 
     def stored(self, key: Hashable, blocks: Sequence[int], *, group: int = 0) -> None:
         """A copy of these blocks to another tier begins: what their records say now is kept under ``key``."""
-        self._stored[group].keep(key, self._on_device(blocks))
+        self._settle()
+        self._stored[group].keep(key, to_device(blocks, self.layout.device))
 
     def has_stored(self, key: Hashable, *, group: int = 0) -> bool:
         """Whether `stored` has kept something under ``key`` that is not forgotten."""
@@ -212,7 +216,8 @@ class Canary:
         self._logs[group].note(self._step, "loaded", request, blocks)
         if self._reporter.reports_ownership and request is not None:
             self._misused(group, self._ownership[group].loaded(blocks, request))
-        at = self._on_device(blocks)
+        self._settle()
+        at = to_device(blocks, self.layout.device)
         if self._stored[group].restore(key, at):
             self._came_back(group, at, request, complete)
         else:
@@ -223,8 +228,9 @@ class Canary:
 
         They are not judged before `loaded` or `adopted` tells of the copy's end, or they are written anew.
         """
-        records = self._records[group]
-        records.generation.view(-1, records.block_size)[self._on_device(blocks)] = UNKNOWN
+        self._settle()
+        records, at = self._records[group], to_device(blocks, self.layout.device)
+        records.generation.view(-1, records.block_size).index_fill_(0, at, UNKNOWN)
         records.has_unknown = True
 
     def adopted(
@@ -252,20 +258,26 @@ class Canary:
         """
         owner = self._reporter.number_of(request)
         seed = self._reporter.seed_of(namespace, self._epoch)
-        at, records = self._on_device(blocks), self._records[group]
+        self._settle()
+        records = self._records[group]
+        at, tokens_at = lists_to_device([blocks, tokens], records.device)
         # Step 0 is that of slots which nobody has ever written, and the coming step's are those it writes itself.
         self._step = max(1, self._step)
-        enter_foreign(records, at, self._on_device(tokens), seed=seed, owner=owner, step=self._step)
+        enter_foreign(records, at, tokens_at, seed=seed, owner=owner, step=self._step)
         if fingerprints is not None:
-            records.fingerprints_by_block[:, at] = fingerprints.to(records.device)
+            records.fingerprints_by_block[:, at] = fingerprints.to(records.device, non_blocking=True)
         elif complete:
             self._checks[group].measure(at)
         self._came_back(group, at, request, complete)
 
     def fingerprints(self, blocks: Sequence[int], *, group: int = 0) -> torch.Tensor | None:
         """``[parts, blocks, block_size]`` int64 of what was written to these blocks, for `adopted` in another process;
-        None if any of their slots was not written since the block was handed out, or is not fingerprinted yet."""
-        records, at = self._records[group], self._on_device(blocks)
+        None if any of their slots was not written since the block was handed out, or is not fingerprinted yet.
+
+        Waits for the device.
+        """
+        self._settle()
+        records, at = self._records[group], to_device(blocks, self.layout.device)
         current = records.generation.view(-1, records.block_size)[at] == records.block_generation[at][:, None]
         if not bool((current & (records.fingerprinted.view(-1, records.block_size)[at] == 1)).all()):
             return None
@@ -274,35 +286,39 @@ class Canary:
     def _came_back(self, group: int, blocks: torch.Tensor, request: str | None, complete: bool) -> None:
         if not complete:
             records = self._records[group]
-            records.fingerprinted.view(-1, records.block_size)[blocks] = 0
+            records.fingerprinted.view(-1, records.block_size).index_fill_(0, blocks, 0)
             return
         owner = self._reporter.number_of(request) if request is not None else 0
         self._checks[group].verify_transfer(blocks, owner, self._step)
-        self._drain()
+        self._hear(wait=False)
 
     def rolled_back(self, request: str, length: int) -> None:
         """Tokens of the request from position ``length`` on are rejected: what it wrote there no longer counts.
 
         Its blocks are those that `allocated` and `shared` have told of, so this needs ``reports_ownership``.
         """
+        self._settle()
         owner = self._reporter.number_of(request)
         for ownership, records in zip(self._ownership, self._records, strict=True):
             size = records.block_size
-            blocks = self._on_device(ownership.table(request)[length // size :])
-            if not blocks.numel():
+            blocks = ownership.table(request)[length // size :]
+            if not blocks:
                 continue
-            slots = blocks[:, None] * size + torch.arange(size, device=records.device)
+            slots = to_device(blocks, records.device)[:, None] * size + torch.arange(size, device=records.device)
             void = (records.owner[slots] == owner) & (records.position[slots] >= length)
-            records.generation[slots[void]] = 0
+            records.generation[slots] = records.generation[slots].masked_fill_(void, 0)
 
     def indexed(self, tokens: Sequence[int], block: int, *, group: int = 0, namespace: str | None = None) -> None:
         """The prefix index claims that ``block`` holds the K/V of the last block of these tokens.
 
-        The claim is checked now if the block is written, otherwise when it will have been.
+        The claim is checked as soon as the block is written: now, if it is and the host need not wait for the device,
+        otherwise with the passes of the steps that follow.
         """
-        self._claims[group, block] = _Claim(tuple(tokens), namespace)
-        self._check_claims()
-        self._drain()
+        self._claims[group].add(tokens, block, namespace)
+        if not is_asynchronous(self.layout.device):
+            self._settle()
+            self._ask_claims()
+            self._judge_claims(wait=False)
 
     def walked_index(
         self, slots: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor, *, group: int = 0
@@ -321,6 +337,7 @@ class Canary:
             KVCanaryError: In raise mode, if anything is wrong.
         """
         start = time.time_ns()
+        self._settle()
         failed = broken_entries(self._records[group], slots, positions, previous)
         self._count("index", slots.shape[0], len(failed))
         for at in failed:
@@ -333,11 +350,14 @@ class Canary:
 
     def reset(self) -> None:
         """The pool's contents are gone (sleep and wake): nothing counts as written, or as handed out."""
-        self._claims.clear()
-        for records, ownership, occupancy in zip(self._records, self._ownership, self._occupancy, strict=True):
+        for records, ownership, occupancy, claims, voided in zip(
+            self._records, self._ownership, self._occupancy, self._claims, self._voided, strict=True
+        ):
             records.forget()
             ownership.forget()
             occupancy.forget()
+            claims.forget()
+            voided.clear()
 
     # Steps
 
@@ -350,30 +370,33 @@ class Canary:
         start = time.time_ns()
         self._step += 1
         self._sink.step_started(self._step, step.requests, step.token_ids.shape[0])
-        shared_rows = self._shared_rows(step)
-        offsets = step.query_offsets.to(torch.int64)
-        # Told how many there are, a GPU need not be waited for.
-        write_rows = torch.repeat_interleave(offsets[1:] - offsets[:-1], output_size=step.token_ids.shape[0])
-        tokens, positions = step.token_ids.to(torch.int64), step.positions.to(torch.int64)
+        self._settle()
+        self._ask_claims()
+        owners, seeds = self._owners_and_seeds(step)
         known = None
         if step.known_tokens is not None:
             known = plan.KnownTokens(
                 tokens=step.known_tokens.tokens, rows=step.known_tokens.rows, lengths=step.known_tokens.lengths
             )
+        shared: dict[type[Checks], _Shared] = {}
         due = []
         self._pending = []
         for index, group_step in enumerate(step.groups):
-            rows = self._rows(index, group_step, step, shared_rows)
+            checks = self._checks[index]
+            if type(checks) not in shared:
+                shared[type(checks)] = _Shared(checks, step)
+            of_step = shared[type(checks)]
+            rows = self._rows(index, group_step, step, (owners, seeds, of_step.prefix_lens))
             writes = Writes(
-                rows=write_rows,
-                offsets=offsets,
-                tokens=tokens,
-                positions=positions,
-                slots=group_step.write_slots.to(torch.int64),
+                rows=of_step.write_rows,
+                offsets=of_step.offsets,
+                tokens=of_step.tokens,
+                positions=of_step.positions,
+                slots=checks.integers(group_step.write_slots),
                 known=known,
             )
             self._pending.append(self._enter_writes(index, rows, writes, group_step))
-            due.append((rows, self._checks[index].verify_reads(rows, self.layout.groups[index].window, known)))
+            due.append((rows, checks.verify_reads(rows, self.layout.groups[index].window, known)))
         for index, (rows, reads) in enumerate(due):
             self._verify_content(index, rows, reads)
         self._read_last = (step.requests, due)
@@ -389,8 +412,8 @@ class Canary:
             return
         start = time.time_ns()
         pending, self._pending = self._pending, None
-        if self._claims:
-            self._check_claims()
+        self._settle()
+        self._ask_claims()
         if self.settings.content != "off":
             for index, written in enumerate(pending):
                 self._record_content(index, written)
@@ -418,6 +441,7 @@ class Canary:
             KVCanaryError: In raise mode, if anything is wrong.
         """
         start = time.time_ns()
+        self._settle()
         for index, group in enumerate(self.layout.groups):
             check = _Check(self, index)
             for part in range(len(self._records[index].views)):
@@ -475,30 +499,39 @@ class Canary:
         self._sink.close()
         del self.layout, self._reporter
         self._pending = self._read_last = None
-        self._records, self._checks, self._stored, self._patrols = [], [], [], []
+        self._records, self._checks, self._claims, self._stored, self._patrols = [], [], [], [], []
 
     # Parts of a step
 
-    def _on_device(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        device = self.layout.device
-        if device.type != "cuda":
-            return torch.tensor(numbers, dtype=dtype, device=device)
-        # From pinned memory, because the host would wait for a copy from any other.
-        return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    def _settle(self) -> None:
+        """Tell the device what events have said since the last time, in one copy that the host does not wait for."""
+        lists: list[Sequence[int]] = []
+        for voided, ownership in zip(self._voided, self._ownership, strict=True):
+            lists += [list(voided), list(voided.values()), *ownership.take_changes()]
+            voided.clear()
+        if not any(lists):
+            return
+        tensors = iter(lists_to_device(lists, self.layout.device))
+        for records, ownership in zip(self._records, self._ownership, strict=True):
+            blocks, times, *changes = islice(tensors, 7)
+            if blocks.numel():
+                records.block_generation.index_add_(0, blocks, times.to(torch.int32))
+            ownership.apply(changes)
 
-    def _shared_rows(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the rows of all groups have in common: owners, seeds and prefix lengths."""
+    def _owners_and_seeds(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[rows]`` int32 and int64."""
         namespaces = step.namespaces or [None] * len(step.requests)
         batch = (tuple(step.requests), tuple(namespaces), self._epoch)
         if self._batch is None or self._batch[0] != batch:
-            owners = [self._reporter.number_of(request) for request in step.requests]
-            seeds = [self._reporter.seed_of(namespace, self._epoch) for namespace in namespaces]
-            self._batch = (
-                batch,
-                self._on_device(owners, torch.int32),
-                self._on_device(seeds),
+            owners, seeds = lists_to_device(
+                [
+                    [self._reporter.number_of(request) for request in step.requests],
+                    [self._reporter.seed_of(namespace, self._epoch) for namespace in namespaces],
+                ],
+                self.layout.device,
             )
-        return (*self._batch[1:], step.prefix_lens.to(torch.int64))
+            self._batch = batch, owners.to(torch.int32), seeds
+        return self._batch[1:]
 
     def _rows(
         self,
@@ -509,7 +542,7 @@ class Canary:
     ) -> Rows:
         owners, seeds, prefix_lens = shared
         ownership = self._ownership[index]
-        block_table = group_step.block_table.to(torch.int64)
+        block_table = self._checks[index].integers(group_step.block_table)
         if not block_table.shape[1]:
             block_table = block_table.new_full((block_table.shape[0], 1), -1)
         return Rows(
@@ -519,11 +552,7 @@ class Canary:
             prefix_lens=prefix_lens,
             block_table=block_table,
             held=self._held(index),
-            held_rows=(
-                torch.zeros_like(prefix_lens)
-                if self.layout.reports_occupancy
-                else self._on_device(ownership.rows(step.requests))
-            ),
+            held_rows=self._held_rows(index, step.requests),
             references=ownership.references,
             first_holders=ownership.first_holders,
         )
@@ -533,10 +562,18 @@ class Canary:
             return self._occupancy[index].held
         return self._ownership[index].held if self._reporter.reports_ownership else None
 
+    def _held_rows(self, index: int, requests: Sequence[str]) -> torch.Tensor:
+        """``[rows]`` int64: sent again only when another request stands in a row, or has another row of ``held``."""
+        rows = [0] * len(requests) if self.layout.reports_occupancy else self._ownership[index].rows(requests)
+        last = self._last_held_rows[index]
+        if last is None or last[0] != rows:
+            last = self._last_held_rows[index] = rows, to_device(rows, self.layout.device)
+        return last[1]
+
     def _enter_writes(self, index: int, rows: Rows, writes: Writes, group_step: GroupStep) -> Any:
         pad_slots = group_step.pad_slots
         if pad_slots is not None:
-            pad_slots = pad_slots.to(torch.int64) if pad_slots.numel() else None
+            pad_slots = self._checks[index].integers(pad_slots) if pad_slots.numel() else None
         return self._checks[index].enter(
             rows, writes, pad_slots, self.layout.groups[index].null_block, self.settings.content == "full"
         )
@@ -555,48 +592,45 @@ class Canary:
         if group.null_block is None:
             return
         parts = len(group.parts)
-        due = range(parts) if self.settings.content == "full" else [self._step % parts]
-        for part in due:
-            checks.check_null_block(part, group.null_block, self._step)
+        part = self._step % parts
+        due = range(parts) if self.settings.content == "full" else range(part, part + 1)
+        checks.check_null_block(due, group.null_block, self._step)
 
-    def _check_claims(self) -> None:
+    def _ask_claims(self) -> None:
+        for claims in self._claims:
+            claims.ask()
+
+    def _judge_claims(self, *, wait: bool) -> None:
         """Compare what the prefix index claims with the records, for the blocks that are written by now."""
-        for (group, block), claim in list(self._claims.items()):
-            records = self._records[group]
-            size = records.block_size
-            slots = slice(block * size, (block + 1) * size)
-            if bool((records.generation[slots] != records.block_generation[block]).any()):
-                continue
-            del self._claims[group, block]
-            epoch = self._reporter.epoch_of(int(records.seed[slots.stop - 1]))
-            if epoch is None:
-                continue
-            positions = torch.arange(len(claim.tokens), device=records.device)
-            tokens = self._on_device(claim.tokens)
-            chain = mix(tokens, positions).sum() + chain_seed(claim.namespace, epoch)
-            found = records.chain_after[slots.stop - 1]
-            if self.layout.groups[group].window == 1:
-                # No token sees its predecessor, so nothing but the tokens themselves is recorded for certain.
-                found = torch.where((records.token[slots] == tokens[-size:]).all(), chain, ~chain)
-            self._count("index", size, 0 if bool(chain == found) else size)
-            if bool(chain != found):
-                self._report_claim(group, block, int(chain), int(found), slots)
+        for group, (claims, records) in enumerate(zip(self._claims, self._records, strict=True)):
+            for block, claim, evidence in claims.answers(wait=wait):
+                epoch = self._reporter.epoch_of(evidence.seed)
+                if epoch is None:
+                    continue
+                wanted = _wrapped(claim.chain + chain_seed(claim.namespace, epoch))
+                found = evidence.chain_after
+                if self.layout.groups[group].window == 1:
+                    # No token sees its predecessor, so nothing but the tokens themselves is recorded for certain.
+                    found = wanted if evidence.chain_of_block == claim.chain_of_block else ~wanted
+                self._count("index", records.block_size, 0 if wanted == found else records.block_size)
+                if wanted != found:
+                    self._report_claim(group, block, wanted, found, evidence)
 
-    def _report_claim(self, group: int, block: int, chain: int, found: int, slots: slice) -> None:
-        records = self._records[group]
+    def _report_claim(self, group: int, block: int, wanted: int, found: int, evidence: Evidence) -> None:
+        described = self.layout.groups[group]
         self._reporter.report(
             Violation(
                 kind=Kind.INDEX,
                 pool=self.layout.pool,
-                group=self.layout.groups[group].name,
-                slot=slots.start,
+                group=described.name,
+                slot=block * described.block_size,
                 block=block,
                 offset=0,
                 step=self._step,
-                expected=self._reporter.show_hash(chain),
+                expected=self._reporter.show_hash(wanted),
                 found=self._reporter.show_hash(found),
-                writer=self._reporter.name_of(int(records.owner[slots.start])),
-                written_step=int(records.step[slots.start]),
+                writer=self._reporter.name_of(evidence.writer),
+                written_step=evidence.written_step,
                 block_history=self._ownership[group].history(block),
                 block_events=self._logs[group].of(block),
                 detail="the prefix index promises the K/V of other tokens than the block holds",
@@ -637,29 +671,43 @@ class Canary:
         if misuses:
             self._reporter.misuses(group, self._step, misuses)
 
-    def _unnamed_misuses(self, group: int, blocks: torch.Tensor, wrong: torch.Tensor, detail: str) -> list[Misuse]:
-        """What an allocator did with the ``wrong`` ones of ``blocks``, with the last writer of each."""
-        if not bool(wrong.any()):
-            return []
-        records, misuses = self._records[group], []
-        for block in blocks[wrong].tolist():
-            writer = self._reporter.name_of(int(records.owner[block * records.block_size]))
-            misuses.append(Misuse(block, None, writer, detail.format(writer or "another request")))
-        return misuses
+    def _ask_of(self, group: int, blocks: torch.Tensor, wrong: torch.Tensor, detail: str) -> None:
+        """Report the ``wrong`` ones of ``blocks``, with what an allocator did: now, or when the device has answered."""
+        records = self._records[group]
+        owners = records.owner[blocks.clamp(min=0) * records.block_size]
+        answer = Answer(torch.stack([blocks, wrong.to(torch.int64), owners.to(torch.int64)], 1))
+        answer.ask()
+        self._unnamed.append((group, detail, answer))
+        if not is_asynchronous(self.layout.device):
+            self._judge_unnamed(wait=False)
 
-    def _drain(self) -> None:
-        entries, lost = self._ring.drain()
+    def _judge_unnamed(self, *, wait: bool) -> None:
+        while self._unnamed:
+            group, detail, answer = self._unnamed[0]
+            rows = answer.look(wait=wait)
+            if rows is None:
+                return
+            del self._unnamed[0]
+            writers = [(block, self._reporter.name_of(owner)) for block, wrong, owner in rows if wrong]
+            self._misused(
+                group,
+                [Misuse(block, None, writer, detail.format(writer or "another request")) for block, writer in writers],
+            )
+
+    def _hear(self, *, wait: bool) -> list[list[int]]:
+        """Report what the device has found so far, or, without waiting for it, had found at the look before."""
+        entries, lost = self._ring.drain() if wait else self._ring.poll()
         self._reporter.faults(entries)
         if lost:
             self._sink.lost_violations(lost)
+        self._judge_claims(wait=wait)
+        self._judge_unnamed(wait=wait)
+        return entries
 
     def _finish(self, phase: str, start_ns: int) -> None:
+        entries = self._hear(wait=self.settings.mode == "raise")
         for checks in self._checks:
             checks.collect()
-        entries, lost = self._ring.drain() if self.settings.mode == "raise" else self._ring.poll()
-        self._reporter.faults(entries)
-        if lost:
-            self._sink.lost_violations(lost)
         counts = CheckCounts(slots={check: (slots, self._failed[check]) for check, slots in self._counts.items()})
         self._counts.clear()
         self._failed.clear()
@@ -675,6 +723,15 @@ class Canary:
             raise KVCanaryError(found)
 
 
+class _Shared:
+    """What the writes of all groups of a step have in common, in the form that their checks read."""
+
+    def __init__(self, checks: Checks, step: ForwardStep) -> None:
+        self.prefix_lens, self.offsets = checks.integers(step.prefix_lens), checks.integers(step.query_offsets)
+        self.tokens, self.positions = checks.integers(step.token_ids), checks.integers(step.positions)
+        self.write_rows = checks.write_rows(self.offsets, step.token_ids.shape[0])
+
+
 class _Check:
     """Patrols a run of blocks of one group."""
 
@@ -685,11 +742,9 @@ class _Check:
         self._canary._checks[self._group].patrol(first_block, num_blocks, part, self._canary._step)
 
 
-class _Claim:
-    """What the prefix index says about a block."""
-
-    def __init__(self, tokens: tuple[int, ...], namespace: str | None) -> None:
-        self.tokens, self.namespace = tokens, namespace
+def _wrapped(number: int) -> int:
+    """As a signed 64-bit number."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _records_of(group: KVGroup, content: str) -> Records:

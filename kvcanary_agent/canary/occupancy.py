@@ -35,16 +35,16 @@ class Occupancy:
         if self._null_block is not None:
             wrong |= blocks == self._null_block
         wrong &= blocks >= 0
-        self._in_use[blocks] = True
-        self._known[blocks] = True
+        self._in_use.index_fill_(0, blocks, True)
+        self._known.index_fill_(0, blocks, True)
         return wrong
 
     def returned(self, blocks: torch.Tensor) -> torch.Tensor:
         """The allocator takes back ``blocks``, ``[n]`` int64, -1 for none: which are free already, ``[n]`` bool."""
         wrong = (~self._in_use[blocks] | _repeated(blocks)) & (blocks >= 0)
-        self._in_use[blocks] = False
-        self._known[blocks] = True
-        self._in_use[-1] = True
+        self._in_use.index_fill_(0, blocks, False)
+        self._known.index_fill_(0, blocks, True)
+        self._in_use[-1:].fill_(True)
         return wrong
 
     def all_returned(self) -> None:

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcanary_agent.kernels.transit import lists_to_device
+
 # How many past holders of a block are remembered, for reports, and how many requests that hold nothing any more.
 _REMEMBERED_HOLDERS = 4
 _REMEMBERED_ENDED = 1 << 16
 # The row of `held` of every request that has given everything back: it stays False.
 _HOLDS_NOTHING = 0
+# How many changes wait for the device at most.
+_MOST_WAITING = 1 << 16
 
 
 @dataclass(slots=True)
@@ -43,6 +47,9 @@ class Ownership:
     A block is known from its first event on; nothing is said about blocks and requests never heard of, so that an
     agent that attaches late, or an adapter without these events, reports nothing wrong.
 
+    Events change the host's books at once and the tensors when they are settled, in one copy for all events since the
+    last time, which the host does not wait for.
+
     Attributes:
         held: ``[rows, blocks]`` bool on the pool's device: the request of that row holds the block.
         references: ``[blocks]`` int32 on the pool's device.
@@ -61,6 +68,9 @@ class Ownership:
         self.held = torch.zeros((16, num_blocks), dtype=torch.bool, device=device)
         self.references = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.first_holders = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)
+        # Where `held` changed, as an index into all of it, and the blocks whose counts did.
+        self._held_changes: dict[int, bool] = {}
+        self._counted: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +97,7 @@ class Ownership:
             block.references, block.counted, block.cached = 0, True, False
             self._hold(number, block, request)
             block.first_holder = request
-        self._count(blocks)
+        self._counted.update(blocks)
         return misuses
 
     def shared(self, blocks: Sequence[int], request: str | None) -> list[Misuse]:
@@ -101,7 +111,7 @@ class Ownership:
                 last = block.history[-1] if block.history else None
                 misuses.append(Misuse(number, request, last, "shared after it was freed and not cached"))
             self._hold(number, block, request)
-        self._count(blocks)
+        self._counted.update(blocks)
         return misuses
 
     def freed(self, blocks: Sequence[int], request: str | None, cached: bool) -> list[Misuse]:
@@ -132,7 +142,7 @@ class Ownership:
                     self._forget_if_empty(request)
             if block.references == 0:
                 self._drop_holders(number, block)
-        self._count(blocks)
+        self._counted.update(blocks)
         return misuses
 
     def loaded(self, blocks: Sequence[int], request: str) -> list[Misuse]:
@@ -163,9 +173,46 @@ class Ownership:
         self._blocks.clear()
         for request in list(self._tables):
             self._end(request)
+        self._held_changes.clear()
+        self._counted.clear()
         self.held.zero_()
         self.references.zero_()
         self.first_holders.fill_(-1)
+
+    def settle(self) -> None:
+        """Bring the tensors up to date."""
+        self.apply(lists_to_device(self.take_changes(), self.references.device))
+
+    def take_changes(self) -> list[list[int]]:
+        """What `apply` wants, as lists: what has changed since the last time."""
+        blocks = sorted(self._counted)
+        known = [self._blocks.get(number) for number in blocks]
+        changes = [
+            [at for at, held in self._held_changes.items() if held],
+            [at for at, held in self._held_changes.items() if not held],
+            blocks,
+            [block.references if block else 0 for block in known],
+            [self._row_of.get(block.first_holder or "", -1) if block else -1 for block in known],
+        ]
+        self._held_changes.clear()
+        self._counted.clear()
+        return changes
+
+    def apply(self, changes: Sequence[torch.Tensor]) -> None:
+        """Change the tensors.
+
+        Args:
+            changes: ``[n]`` int64 each: where in ``held`` a block is now held, and where not any more; blocks, their
+                references and their first holders' rows.
+        """
+        gained, lost, blocks, references, first_holders = changes
+        held = self.held.view(-1)
+        for at, value in ((gained, True), (lost, False)):
+            if at.numel():
+                held.index_fill_(0, at, value)
+        if blocks.numel():
+            self.references.index_copy_(0, blocks, references.to(torch.int32))
+            self.first_holders.index_copy_(0, blocks, first_holders.to(torch.int32))
 
     def rows(self, requests: Sequence[str]) -> list[int]:
         """The row of ``held`` for each request; -1 for a request that no event has named."""
@@ -206,7 +253,9 @@ class Ownership:
     def _set_held(self, request: str, block: int, held: bool) -> None:
         row = self._row_of.get(request)
         if row is not None:
-            self.held[row, block] = held
+            self._held_changes[row * self.references.shape[0] + block] = held
+            if len(self._held_changes) > _MOST_WAITING:
+                self.settle()
 
     def _drop_holders(self, number: int, block: _Block) -> None:
         holders, block.holders, block.first_holder = block.holders, [], None
@@ -225,13 +274,3 @@ class Ownership:
         self._ended[request] = None
         if len(self._ended) > _REMEMBERED_ENDED:
             self._ended.popitem(last=False)
-
-    def _count(self, blocks: Sequence[int]) -> None:
-        if blocks:
-            counts = [self._blocks[number].references if number in self._blocks else 0 for number in blocks]
-            at = torch.tensor(blocks, device=self.references.device)
-            self.references[at] = torch.tensor(counts, dtype=torch.int32, device=self.references.device)
-            firsts = [
-                self._row_of.get(self._blocks[n].first_holder or "", -1) if n in self._blocks else -1 for n in blocks
-            ]
-            self.first_holders[at] = torch.tensor(firsts, dtype=torch.int32, device=self.references.device)

@@ -18,7 +18,7 @@ class StoredRecords:
     """The records that blocks had when their copy to another tier began, by the key of the copy.
 
     Those of the latest copies are kept on the pool's device, as many slots as the pool has; older ones move to host
-    memory, and the oldest of more than `_TIERS` times the pool are forgotten.
+    memory, pinned so that nobody waits for the copy, and the oldest of more than `_TIERS` times the pool are forgotten.
     """
 
     def __init__(self, records: Records) -> None:
@@ -41,7 +41,7 @@ class StoredRecords:
         while self._device_slots > records.num_slots and len(self._on_device) > 1:
             oldest, _ = self._on_device.popitem(last=False)
             self._device_slots -= self._kept[oldest].num_slots
-            self._kept[oldest] = self._kept[oldest].to(torch.device("cpu"))
+            self._kept[oldest] = self._kept[oldest].in_host_memory()
         while self._slots > _TIERS * records.num_slots:
             self._drop(next(iter(self._kept)))
 
@@ -51,7 +51,7 @@ class StoredRecords:
         if kept is None:
             return False
         blocks = blocks[: kept.table.shape[0]]
-        self._records.put_into(blocks, kept.first(blocks.shape[0]).to(self._records.device))
+        self._records.put_into(blocks, kept.first(blocks.shape[0]).on(self._records.device))
         return True
 
     def _drop(self, key: Hashable) -> None:
@@ -83,11 +83,11 @@ def enter_foreign(
     after = added.cumsum(0) + seed
     records.token[slots] = tokens
     records.position[slots] = positions.to(torch.int32)
-    records.owner[slots] = owner
-    records.step[slots] = step
-    records.seed[slots] = seed
+    records.owner.index_fill_(0, slots, owner)
+    records.step.index_fill_(0, slots, step)
+    records.seed.index_fill_(0, slots, seed)
     records.chain[slots] = after - added
     records.chain_after[slots] = after
-    records.generation[slots] = records.block_generation[blocks].repeat_interleave(size)
-    records.fingerprinted[slots] = 1
+    records.generation[slots] = records.block_generation[blocks][:, None].expand(-1, size).flatten()
+    records.fingerprinted.index_fill_(0, slots, 1)
     records.forget_block_prints(blocks)

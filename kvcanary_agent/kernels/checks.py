@@ -42,6 +42,19 @@ class Checks:
         """Bytes of scratch."""
         return 0
 
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        """An engine's integers in the form that the other methods take: int64."""
+        return values.to(torch.int64)
+
+    def write_rows(self, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The row of each of a step's new tokens, ``[num_tokens]`` int64, or memory for it.
+
+        Args:
+            offsets: As `Writes` has them.
+        """
+        # Told how many there are, a device need not be waited for.
+        return torch.repeat_interleave(offsets[1:] - offsets[:-1], output_size=num_tokens)
+
     def enter(
         self,
         rows: Rows,
@@ -53,8 +66,8 @@ class Checks:
         """Check every write and where padding goes, before it happens; then record who writes what.
 
         Args:
-            rows, writes: Of the step.
-            pad_slots: ``[any]`` int64: where rows beyond the batch write; None if there are none.
+            rows, writes: Of the step; the engine's numbers as `integers` makes them, the rows from `write_rows`.
+            pad_slots: ``[any]``, also from `integers`: where rows beyond the batch write; None if there are none.
             null_block: Where they may.
             measure_before: Fingerprint first what the written slots hold now, so that a lost write can be seen even
                 where nobody has ever recorded anything.
@@ -108,11 +121,12 @@ class Checks:
         for fault, counts in reference.record_content(self.records, written, self.ring, self.group).items():
             self.count(fault.name.lower(), *counts)
 
-    def check_null_block(self, part: int, null_block: int, step: int) -> None:
-        """Check that the null block holds finite numbers."""
-        self.count(
-            "nonfinite", *reference.check_null_block(self.records, part, null_block, step, self.ring, self.group)
-        )
+    def check_null_block(self, parts: range, null_block: int, step: int) -> None:
+        """Check that the null block holds finite numbers in these parts, which follow each other."""
+        for part in parts:
+            self.count(
+                "nonfinite", *reference.check_null_block(self.records, part, null_block, step, self.ring, self.group)
+            )
 
     def patrol(self, first_block: int, num_blocks: int, part: int, step: int) -> None:
         """Compare one part's bytes in a run of blocks."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
 from .hashing import as_words
+from .transit import to_host
 
 UNKNOWN = -1
 """Generation of a slot that came from elsewhere: there is no record that anything could be compared with."""
@@ -54,11 +56,16 @@ class BlockRecords:
             table=self.table[:blocks], valid=self.valid[:blocks], fingerprints=self.fingerprints[:, :blocks]
         )
 
-    def to(self, device: torch.device) -> BlockRecords:
+    def in_host_memory(self) -> BlockRecords:
+        """The same in host memory, good for nothing but to be copied back until the device has arrived here."""
+        return self._each(to_host)
+
+    def on(self, device: torch.device) -> BlockRecords:
         """The same on another device."""
-        return BlockRecords(
-            table=self.table.to(device), valid=self.valid.to(device), fingerprints=self.fingerprints.to(device)
-        )
+        return self._each(lambda values: values.to(device, non_blocking=True))
+
+    def _each(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> BlockRecords:
+        return BlockRecords(table=moved(self.table), valid=moved(self.valid), fingerprints=moved(self.fingerprints))
 
 
 class Records:

@@ -6,6 +6,9 @@ from enum import IntEnum
 
 import torch
 
+from .plan import Fault
+from .transit import Answer, is_asynchronous
+
 
 class Field(IntEnum):
     """Columns of a ring entry, all int64."""
@@ -24,30 +27,16 @@ class Field(IntEnum):
     RECORDED_POSITION = 11
 
 
-class DelayedCopy:
-    """What a small device tensor held when the host looked last: looking never waits for the device."""
+class Tally(IntEnum):
+    """What kernels count beside the faults, each fault at its own number: slots looked at, for each check."""
 
-    def __init__(self, source: torch.Tensor) -> None:
-        self._source = source
-        self._on_its_way = False
-        if source.device.type == "cuda":
-            self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's, unannotated
+    READS = len(Fault)
+    CONTENT = len(Fault) + 1
+    TRANSFER = len(Fault) + 2
+    RECORDED = len(Fault) + 3
 
-    def look(self) -> list[int] | None:
-        """The tensor's values, those of the look before on a GPU; None if they are still on their way."""
-        if self._source.device.type != "cuda":
-            now: list[int] = self._source.tolist()
-            return now
-        values: list[int] | None = None
-        if self._on_its_way:
-            if not self._arrived.query():  # type: ignore[no-untyped-call]  # torch's, unannotated
-                return None
-            values = self._host.tolist()
-        self._host.copy_(self._source, non_blocking=True)
-        self._arrived.record()
-        self._on_its_way = True
-        return values
+
+_TALLIES = len(Fault) + len(Tally)
 
 
 class ViolationRing:
@@ -58,15 +47,29 @@ class ViolationRing:
         count: ``[1]`` int64: violations appended since the last drain, kept or not.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, groups: int = 1) -> None:
+        """Make an empty ring for so many groups of layers."""
         self.capacity = capacity
         self.entries = torch.zeros((capacity + 1, len(Field)), dtype=torch.int64, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._copy = DelayedCopy(self.count)
+        # One tensor, so that one copy brings everything that is counted.
+        self._counters = torch.zeros(1 + groups * _TALLIES, dtype=torch.int64, device=device)
+        self.count = self._counters[:1]
+        self._known = [0] * self._counters.shape[0]
+        self._answer, self._entries = Answer(self._counters), Answer(self.entries)
+        # Whether the entries are on their way, and the answer that is says how many.
+        self._fetching = False
 
     @property
     def num_bytes(self) -> int:
-        return (self.entries.numel() + self.count.numel()) * self.entries.element_size()
+        return (self.entries.numel() + self._counters.numel()) * self.entries.element_size()
+
+    def tallies(self, group: int) -> torch.Tensor:
+        """``[faults and len(Tally)]`` int64: what the kernels of a group have counted, ever; a view."""
+        return self._counters[1 + group * _TALLIES :][:_TALLIES]
+
+    def known_tallies(self, group: int) -> list[int]:
+        """The values of `tallies` as of the last look."""
+        return self._known[1 + group * _TALLIES :][:_TALLIES]
 
     def append(self, rows: torch.Tensor) -> None:
         """Append ``rows``, ``[n, len(Field)]`` int64."""
@@ -75,16 +78,45 @@ class ViolationRing:
         self.count += rows.shape[0]
 
     def poll(self) -> tuple[list[list[int]], int]:
-        """As `drain`, but waits for the device only if there was something at the look before."""
-        counts = self._copy.look()
-        return self.drain() if counts and counts[0] else ([], 0)
+        """As `drain`, but a GPU is not waited for: what one look sees is fetched, and returned by the next one."""
+        if not is_asynchronous(self.count.device):
+            return self.drain()
+        found: tuple[list[list[int]], int] = [], 0
+        if self._answer.on_its_way:
+            known = self._answer.look()
+            if known is None:
+                return found
+            self._known = known
+            if self._fetching:
+                found = self._fetched()
+        self._fetching = self._known[0] > 0
+        if self._fetching:
+            # In the order of the stream, so nothing can be appended between what is fetched and the empty ring.
+            self._entries.ask()
+        self._answer.ask()
+        if self._fetching:
+            self.count.zero_()
+        return found
 
     def drain(self) -> tuple[list[list[int]], int]:
         """Take everything out: the entries, and how many more there were than fit."""
-        count = int(self.count)
+        before: tuple[list[list[int]], int] = [], 0
+        if self._fetching:
+            self._known = self._answer.look(wait=True)
+            before = self._fetched()
+        self._known = self._counters.tolist()
+        count, self._known[0] = self._known[0], 0
         if count == 0:
-            return [], 0
+            return before
         kept = min(count, self.capacity)
         entries: list[list[int]] = self.entries[:kept].tolist()
         self.count.zero_()
+        return before[0] + entries, before[1] + count - kept
+
+    def _fetched(self) -> tuple[list[list[int]], int]:
+        self._fetching = False
+        count, self._known[0] = self._known[0], 0
+        kept = min(count, self.capacity)
+        # Sent before the answer that has arrived.
+        entries: list[list[int]] = self._entries.look(rows=kept) or []
         return entries, count - kept

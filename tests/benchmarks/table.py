@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import statistics
+import sys
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
 
 import torch
 
-from kvcanary_agent.settings import Content
+from kvcanary_agent.kernels.checks import Checks
+from kvcanary_agent.settings import Content, Settings
 from tests.benchmarks.measures import (
     DecodeStep,
     fingerprint_speeds,
@@ -18,6 +26,7 @@ from tests.benchmarks.measures import (
     record_shares,
     speed_over_sglang,
 )
+from tests.kernels.histories import Heard, Setting, hear, without_content_of_broken_chains
 
 ROUNDS = 15
 
@@ -50,32 +59,99 @@ def on_cpu() -> None:
 
 
 def on_gpu() -> None:
-    """Time on the device of whole steps, and how long the host is held up by them."""
-    for context in (8_192, 32_768, 131_072):
-        step = DecodeStep(
-            rows=4, context=context, layers=32, heads=8, dim=128, block=16, content="scrub",
-            dtype=torch.bfloat16, device="cuda",
-        )  # fmt: skip
-        words = step.data.view(torch.int64)
-        read = device_seconds(words.sum)
-        pool = words.numel() * 8
-        row(f"plain read of the pool, {pool / 1e9:.1f} GB", f"{pool / read / 1e12:.2f} TB/s")
-        row(f"decode step, 4 x {context:,} tokens, content=scrub", f"{device_seconds(step) * 1e6:.0f} us")
-        step.canary.settings = type(step.canary.settings)(content="full")
-        seconds = device_seconds(step)
-        row(f"decode step, 4 x {context:,} tokens, content=full", f"{read / seconds:.2f} of the read's speed")
-        assert step.sink.violations == []
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            total = words[0, :1024].sum()
-        step.before()
-        graph.replay()
-        step.after()
-        torch.cuda.synchronize()
-        sound = not step.sink.violations
-        row("a CUDA graph replayed between the two passes", "no violations" if sound else "VIOLATIONS")
-        del step, words, graph, total
+    """Each section by itself: one that fails is named, and the others are printed all the same."""
+    row("device", torch.cuda.get_device_name())
+    sections: list[tuple[str, Callable[[], None]]] = [("histories", partial(histories_agree, "cuda"))]
+    sections += [(f"{context:,} tokens", partial(steps_on_gpu, context)) for context in (8_192, 32_768, 131_072)]
+    for name, section in sections:
+        start = time.perf_counter()
+        try:
+            section()
+        except Exception as error:
+            traceback.print_exc()
+            row(f"{name}: FAILED", type(error).__name__)
+        row(f"{name}: took", f"{time.perf_counter() - start:.0f} s")
+        sys.stdout.flush()
+        gc.collect()
         torch.cuda.empty_cache()
+
+
+def histories_agree(device: str, *, seeds: int = 8, steps: int = 6) -> None:
+    """The kernels on the device against the reference on the CPU: violations, records and fingerprints, bit for bit."""
+    from kvcanary_agent.kernels.triton import TritonChecks
+
+    for layout in ("token_major", "k_transposed", "raw_pages", "fp8_with_head_scales", "two_groups_over_one_storage"):
+        differing = []
+        for seed in range(seeds):
+            setting = Setting(
+                layout=layout,
+                block_size=4,
+                content="full" if seed % 2 else "scrub",
+                known_tokens=True,
+                reports_ownership=True,
+                window=None,
+                seed=seed,
+                steps=steps,
+            )
+            with patch("kvcanary_agent.kernels.reference.reads._foreign_runs", lambda *arguments: arguments[-1]):
+                reference = hear(setting, Checks)
+            with torch.device(device):
+                found = hear(setting, TritonChecks)
+            if not heard_alike(found, reference):
+                differing.append(seed)
+        row(f"{seeds} histories, {layout}", f"seeds {differing} DIFFER" if differing else "as the reference")
+
+
+def heard_alike(found: Heard, wanted: Heard) -> bool:
+    """Whether both have heard the same in all, a device later than a CPU, and keep the same records."""
+
+    def all_of(heard: Heard) -> list[tuple[int, ...]]:
+        kept = without_content_of_broken_chains([[entry for of_pass in heard.entries for entry in of_pass]])
+        return sorted(kept[0])
+
+    return (
+        all_of(found) == all_of(wanted)
+        and all(torch.equal(a.cpu(), b) for a, b in zip(found.tables, wanted.tables, strict=True))
+        and all(torch.equal(a.cpu(), b) for a, b in zip(found.fingerprints, wanted.fingerprints, strict=True))
+    )
+
+
+def steps_on_gpu(context: int) -> None:
+    """Time on the device of whole steps, how long the host is held up by them, and a captured forward between them."""
+    step = DecodeStep(
+        rows=4, context=context, layers=32, heads=8, dim=128, block=16, content="scrub",
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    words = step.data.view(torch.int64)
+    read = device_seconds(words.sum)
+    pool = words.numel() * 8
+    row(f"plain read of the pool, {pool / 1e9:.1f} GB", f"{pool / read / 1e12:.2f} TB/s")
+    contents: tuple[Content, ...] = ("scrub", "full")
+    for content in contents:
+        step.canary.settings = Settings(content=content)
+        step.sink.seconds.clear()
+        seconds = device_seconds(step)
+        row(f"decode step, 4 x {context:,} tokens, content={content}", f"{seconds * 1e6:.0f} us")
+        row(
+            "  of which the host, in the canary's passes",
+            f"{statistics.median(step.sink.seconds.values()) * 1e6:.0f} us",
+        )
+        row("  speed, as a share of the plain read of the pool", f"{read / seconds:.2f}")
+    blocks, offsets = (each.clone() for each in step._slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.data[:, blocks, :, offsets] += 1
+    for _ in range(5):
+        step.before()
+        blocks.copy_(step._slots[0])
+        offsets.copy_(step._slots[1])
+        graph.replay()
+        step.canary.after_forward()
+    torch.cuda.synchronize()
+    step.canary.sweep()
+    step.canary._hear(wait=True)
+    found = [f"{kind} x{count}" for kind, count in Counter(v.kind for v in step.sink.violations).items()]
+    row("violations, the steps around a captured forward included", ", ".join(found) or "none")
 
 
 def device_seconds(call: Callable[[], object], rounds: int = 20) -> float:

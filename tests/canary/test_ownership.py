@@ -23,6 +23,7 @@ def ownership(null_block: int | None = 0) -> Ownership:
 def holds(owner: Ownership, request: str) -> set[int] | None:
     """The blocks that the device's mirror says the request holds; None if the mirror knows nothing of it."""
     (row,) = owner.rows([request])
+    owner.settle()
     return None if row < 0 else set(owner.held[row].nonzero().flatten().tolist())
 
 
@@ -37,6 +38,7 @@ def test_handing_out_a_held_block_is_a_double_allocation_that_names_both() -> No
     assert "double allocation" in misuse.detail
     assert holds(owner, "a") == set()
     assert holds(owner, "b") == {3}
+    owner.settle()
     assert owner.references[3] == 1
 
 
@@ -85,6 +87,7 @@ def test_freeing_what_another_request_holds_is_reported_and_changes_nothing() ->
     assert (misuse.block, misuse.request, misuse.other) == (3, "b", "a")
     assert "does not hold" in misuse.detail
     assert holds(owner, "a") == {3}
+    owner.settle()
     assert owner.references[3] == 1
 
 
@@ -178,6 +181,7 @@ def test_rows_are_reused_without_growing_or_leaking_a_block_to_the_next_request(
         owner.allocated([block], name)
         assert holds(owner, name) == {block}
         owner.freed([block], name, False)
+    owner.settle()
     assert owner.held.shape[0] == rows
     assert not owner.held.any()
 
@@ -188,6 +192,7 @@ def test_rows_are_reused_when_blocks_were_given_back_without_a_name() -> None:
     for number in range(1000):
         owner.allocated([1, 2], f"r{number}")
         owner.freed([1, 2], None, False)
+    owner.settle()
     assert owner.held.shape[0] == rows
     assert not owner.held.any()
 
@@ -334,6 +339,7 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def references_on_the_device_are_those_of_the_model(self) -> None:
         if hasattr(self, "owner"):
+            self.owner.settle()
             wanted = [0, *(holders.total() for holders in self.references.values())]
             assert self.owner.references.tolist() == wanted
 
@@ -348,6 +354,7 @@ class AnyHistory(RuleBasedStateMachine):
                 assert holds(self.owner, request) == {
                     block for block, holders in self.references.items() if holders[request] > 0
                 }
+        self.owner.settle()
         assert not self.owner.held[0].any()
 
 

@@ -440,7 +440,7 @@ def _payload(part: KVPart, seed: int) -> torch.Tensor:
     """Finite numbers of the part's dtype that depend on the seed."""
     shape = part.view.shape[2:]
     count = shape.numel()
-    numbers = torch.randint(-127, 128, (count,), generator=torch.Generator().manual_seed(seed))
+    numbers = torch.randint(-127, 128, (count,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     if part.number_type is not None:
         numbers = numbers[: count // part.number_type.itemsize].to(part.number_type)
         return numbers.view(torch.uint8).view(shape)

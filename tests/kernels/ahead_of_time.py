@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcanary_agent.kernels.triton import TritonChecks, content, reads, writes
+from kvcanary_agent.kernels.triton import TritonChecks, content, measured_writes, reads, writes
 
 # Constants of a Llama-3-8B in bfloat16 with blocks of 16, a batch of up to 256 rows, and everything known.
 CONSTANTS: dict[str, Any] = {
@@ -31,16 +31,19 @@ CONSTANTS: dict[str, Any] = {
     "TRANSFER": True,
     "WORD": 4,
     "PARTS": 64,
+    "WORD_TILE": TritonChecks.word_tile,
     "ROWS": 256,
     "BLOCK": 16,
 }
 TILES = {
     "check_writes_kernel": TritonChecks.token_tile,
     "enter_writes_kernel": TritonChecks.token_tile,
+    "enter_measured_writes_kernel": TritonChecks.token_tile,
     "verify_reads_kernel": TritonChecks.read_tile,
     "record_content_kernel": TritonChecks.word_tile,
 }
 BLOCK_TILE = TritonChecks.block_tile // CONSTANTS["BLOCK"]
+# What an engine hands over is of four bytes here, and may be of eight.
 POINTERS = {
     "table": "i64",
     "block_generation": "i32",
@@ -49,22 +52,29 @@ POINTERS = {
     "all_keys": "i32",
     "owners": "i32",
     "seeds": "i64",
-    "prefix_lens": "i64",
-    "block_table": "i64",
+    "prefix_lens": "i32",
+    "block_table": "i32",
     "held": "u8",
     "held_rows": "i64",
     "references": "i32",
     "first_holders": "i32",
     "write_rows": "i64",
-    "offsets": "i64",
+    "offsets": "i32",
     "new_tokens": "i64",
     "positions": "i64",
     "slots": "i64",
     "blocks": "i64",
-    "tokens": "i64",
-    "known_rows": "i64",
-    "lengths": "i64",
-    "pad_slots": "i64",
+    "tokens": "i32",
+    "known_rows": "i32",
+    "lengths": "i32",
+    "pad_slots": "i32",
+    "step_tokens": "i32",
+    "step_positions": "i32",
+    "step_slots": "i32",
+    "kept_rows": "i64",
+    "kept_tokens": "i64",
+    "kept_positions": "i64",
+    "kept_slots": "i64",
     "sums": "i64",
     "totals": "i64",
     "flags": "i8",
@@ -75,6 +85,7 @@ POINTERS = {
 KERNELS = [
     writes.check_writes_kernel,
     writes.enter_writes_kernel,
+    measured_writes.enter_measured_writes_kernel,
     reads.verify_reads_kernel,
     content.record_content_kernel,
     content.verify_content_kernel,

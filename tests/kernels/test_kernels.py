@@ -34,7 +34,7 @@ def test_they_compile_without_spilling_and_leave_room_for_four_programs_on_a_pro
     result = run("tests.kernels.ahead_of_time", backend, arch, interpret=False)
     assert result.returncode == 0, result.stderr[-5000:]
     usage = json.loads(result.stdout.splitlines()[-1])
-    assert len(usage) == 7
+    assert len(usage) == 8
     for name, figures in usage.items():
         assert figures["spills"] == 0, name
         # Of the 65,536 registers of a processor, four programs of 128 threads may have 128 each.

@@ -62,6 +62,18 @@ def low_half(packed):
 
 
 @triton.jit
+def high_half(packed):
+    """The high four bytes of eight, as a signed number."""
+    return packed >> 32
+
+
+@triton.jit
+def halves(low, high):
+    """Eight bytes of a record, from what `low_half` and `high_half` say of them."""
+    return (high << 32) | (low & 0xFFFFFFFF)
+
+
+@triton.jit
 def append_with(
     ring, ring_count, tallies, capacity, mask, fault, group, step, owner, position, slot, part, expected, found,
     writer, written_step, recorded_position,
@@ -99,5 +111,5 @@ def append(
         append_with(
             ring, ring_count, tallies, capacity, mask, fault, group, step, owner, position,
             tl.where(inside, slot, -1), part, expected, found,
-            low_half(write), write >> 32, low_half(place),
+            low_half(write), high_half(write), low_half(place),
         )  # fmt: skip

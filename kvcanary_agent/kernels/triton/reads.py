@@ -19,6 +19,7 @@ from .common import (
     TOKEN,
     UNKNOWN_GENERATION,
     append,
+    high_half,
     kernel,
     low_half,
 )
@@ -39,7 +40,7 @@ SILENT = tl.constexpr(-2)
 def spans(prefix_lens, num_rows, window, block_size, unit, ROWS: tl.constexpr):
     """How many units of that many slots each row reads, from the block where its window starts: ``[ROWS]``."""
     row = tl.arange(0, ROWS)
-    length = tl.load(prefix_lens + row, mask=row < num_rows, other=0)
+    length = tl.load(prefix_lens + row, mask=row < num_rows, other=0).to(tl.int64)
     low = tl.where(window > 0, tl.maximum(length - window + 1, 0), 0)
     slots = tl.maximum(length - low // block_size * block_size, 0)
     return ((slots + unit - 1) // unit).to(tl.int32)
@@ -62,7 +63,7 @@ def judge(
     slot = block * block_size + offset
     record = table + (at * block_size + offset) * COLUMNS
     place = tl.load(record + PLACE, mask=live, other=0)
-    generation = place >> 32
+    generation = high_half(place)
     current = tl.load(block_generation + at, mask=live, other=0).to(tl.int64)
     recorded_position = low_half(place)
     recorded_token = tl.load(record + TOKEN, mask=live, other=0)

@@ -22,6 +22,8 @@ from .common import (
     WRITE,
     append,
     append_with,
+    halves,
+    high_half,
     kernel,
     low_half,
     mix,
@@ -47,34 +49,49 @@ def _check_padding(
     """Padding may write nowhere (-1) or to the null block."""
     num_slots = num_blocks * block_size
     mask = at < num_pads
-    slot = tl.load(pad_slots + at, mask=mask, other=-1)
+    slot = tl.load(pad_slots + at, mask=mask, other=-1).to(tl.int64)
     inside = (slot >= 0) & (slot < num_slots)
     known = tl.where(inside, slot, 0)
     block = known // block_size
     wrong = mask & (slot != -1) & ~(inside & (block == null_block))
-    generation = tl.load(table + known * COLUMNS + PLACE, mask=mask, other=0) >> 32
+    generation = high_half(tl.load(table + known * COLUMNS + PLACE, mask=mask, other=0))
     current = tl.load(block_generation + block, mask=mask, other=0).to(tl.int64)
     fault = tl.where(inside & (generation == current), _PAD_LIVE, _PAD_OUTSIDE).to(tl.int64)
     append(ring, ring_count, tallies, capacity, wrong, fault, group, step, 0, slot * 0 - 1, slot, -1, slot * 0 - 1,
            slot, table, num_slots)  # fmt: skip
 
 
+@triton.jit
+def _row_of(at, mask, offsets, num_rows):
+    """The row whose new tokens those at ``at`` are: the first one that ends behind them."""
+    low = at * 0
+    high = low + num_rows - 1
+    while tl.max(tl.where(mask, high - low, 0), 0) > 0:
+        middle = (low + high) // 2
+        before = tl.load(offsets + middle + 1, mask=mask & (low < high), other=0).to(tl.int64) <= at
+        high = tl.where((low < high) & ~before, middle, high)
+        low = tl.where((low < high) & before, middle + 1, low)
+    return low
+
+
 @kernel
 def check_writes_kernel(
     table, num_blocks, block_size, block_generation,
-    owners, prefix_lens, block_table, table_stride, width,
+    owners, prefix_lens, num_rows, block_table, table_stride, width,
     held, held_stride, held_rows, references, first_holders,
-    write_rows, offsets, new_tokens, positions, slots, num_tokens,
+    offsets, step_tokens, step_positions, step_slots, num_tokens,
     tokens, tokens_stride, tokens_width, known_rows, lengths,
     pad_slots, num_pads, null_block,
-    sums, totals, flags,
+    kept_rows, kept_tokens, kept_positions, kept_slots, sums, totals, flags,
     ring, ring_count, tallies, capacity, group, step,
     HAS_HELD: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_LENGTHS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Check each write, note which is the last one to each slot, and sum up the chains of each tile of tokens.
 
-    A grid of tiles of tokens, then of tiles of padding. ``sums`` takes each token's inclusive sum within its tile,
-    ``totals`` each tile's; ``flags`` what the slot's record says about the write.
+    A grid of tiles of tokens, then of tiles of padding. The engine's integers may be of four bytes or of eight, and are
+    its own again when this kernel is done: ``kept_rows``, ``kept_tokens``, ``kept_positions`` and ``kept_slots`` take
+    what others need of them. ``sums`` takes each token's inclusive sum within its tile, ``totals`` each tile's;
+    ``flags`` what the slot's record says about the write.
     """
     num_slots = num_blocks * block_size
     tile = tl.program_id(0)
@@ -88,10 +105,14 @@ def check_writes_kernel(
     else:
         at = tile.to(tl.int64) * TILE + lane
         mask = at < num_tokens
-        row = tl.load(write_rows + at, mask=mask, other=0)
-        token = tl.load(new_tokens + at, mask=mask, other=0)
-        position = tl.load(positions + at, mask=mask, other=0)
-        slot = tl.load(slots + at, mask=mask, other=-1)
+        row = _row_of(at, mask, offsets, num_rows)
+        token = tl.load(step_tokens + at, mask=mask, other=0).to(tl.int64)
+        position = tl.load(step_positions + at, mask=mask, other=0).to(tl.int64)
+        slot = tl.load(step_slots + at, mask=mask, other=-1).to(tl.int64)
+        tl.store(kept_rows + at, row, mask=mask)
+        tl.store(kept_tokens + at, token, mask=mask)
+        tl.store(kept_positions + at, position, mask=mask)
+        tl.store(kept_slots + at, slot, mask=mask)
         inside = mask & (slot >= 0) & (slot < num_slots)
         block = tl.where(inside, slot, 0) // block_size
 
@@ -105,8 +126,8 @@ def check_writes_kernel(
         current = tl.load(block_generation + block, mask=mask, other=0).to(tl.int64)
         other = (recorded_token != token) | (low_half(place) != position)
 
-        first = tl.load(offsets + row, mask=mask, other=0)
-        wanted = tl.load(prefix_lens + row, mask=mask, other=0) + at - first
+        first = tl.load(offsets + row, mask=mask, other=0).to(tl.int64)
+        wanted = tl.load(prefix_lens + row, mask=mask, other=0).to(tl.int64) + at - first
         wrong = mask & (position != wanted)
         fault = tl.where(wrong, _POSITION, -1)
         expected = tl.where(wrong, wanted, 0)
@@ -125,7 +146,7 @@ def check_writes_kernel(
             expected = tl.where(only, known, expected)
             found = tl.where(only, token, found)
         holder = tl.load(held_rows + row, mask=mask, other=-1)
-        shared = inside & other & (place >> 32 == current)
+        shared = inside & other & (high_half(place) == current)
         shared = shared & (tl.load(references + block, mask=mask, other=0) > 1)
         shared = shared & (tl.load(first_holders + block, mask=mask, other=-1).to(tl.int64) != holder)
         fault = tl.where(shared, _SHARED, fault)
@@ -151,8 +172,8 @@ def check_writes_kernel(
                -1, expected, found, table, num_slots)  # fmt: skip
 
         # Of several writes to one slot, that of the last token counts, as if they came one after another.
-        tl.atomic_max(record + CLAIM, ((slot * 0 + step) << 32) | at, mask=inside)
-        written_step = tl.load(record + WRITE, mask=inside, other=0) >> 32
+        tl.atomic_max(record + CLAIM, halves(at, slot * 0 + step), mask=inside)
+        written_step = high_half(tl.load(record + WRITE, mask=inside, other=0))
         recorded = written_step > 0
         other_token = recorded & (recorded_token != token)
         other_write = (written_step == 0) | (recorded & other)
@@ -183,12 +204,12 @@ def _chain_after(
     That is the chain after the row's last prefix token. If another row writes that in this very step, what that row has
     summed up to there is added, and so on, until a row is reached whose prefix was complete before.
     """
-    first = tl.load(offsets + row, mask=mask, other=0)
+    first = tl.load(offsets + row, mask=mask, other=0).to(tl.int64)
     result = _sum_in_row(at, mask, first, new_tokens, positions, sums, totals, TILE)
     pending = mask
     rounds = num_rows
     while (tl.max(pending.to(tl.int32), 0) > 0) & (rounds > 0):
-        last = tl.load(prefix_lens + row, mask=pending, other=0) - 1
+        last = tl.load(prefix_lens + row, mask=pending, other=0).to(tl.int64) - 1
         from_seed = pending & (last < 0)
         result += tl.load(seeds + row, mask=from_seed, other=0)
         pending = pending & (last >= 0)
@@ -197,7 +218,7 @@ def _chain_after(
         block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
         record = table + (block * block_size + last % block_size) * COLUMNS
         claim = tl.load(record + CLAIM, mask=pending, other=0)
-        complete = pending & (claim >> 32 != step)
+        complete = pending & (high_half(claim) != step)
         result += tl.load(record + CHAIN_AFTER, mask=complete, other=0)
         pending = pending & ~complete
         writer = tl.where(pending, low_half(claim), 0)
@@ -205,14 +226,14 @@ def _chain_after(
         # Only a misdirected write puts a row's own new token into its prefix; such a row starts from nothing.
         pending = pending & (writer_row != row)
         row = tl.where(pending, writer_row, row)
-        first = tl.load(offsets + row, mask=pending, other=0)
+        first = tl.load(offsets + row, mask=pending, other=0).to(tl.int64)
         result += tl.where(pending, _sum_in_row(writer, pending, first, new_tokens, positions, sums, totals, TILE), 0)
         rounds -= 1
     return result
 
 
-@kernel
-def enter_writes_kernel(
+@triton.jit
+def enter_tile(
     table, num_blocks, block_size, block_generation,
     owners, seeds, prefix_lens, num_rows, block_table, table_stride, width,
     write_rows, offsets, new_tokens, positions, slots, num_tokens,
@@ -220,7 +241,7 @@ def enter_writes_kernel(
     ring, ring_count, tallies, capacity, group, step,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Record who writes what where, for the last write to each slot; one that it overwrites must be the same."""
+    """Enter the tile of tokens that has the program's number; see `enter_writes_kernel`."""
     num_slots = num_blocks * block_size
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + at, mask=at < num_tokens, other=-1)
@@ -254,10 +275,27 @@ def enter_writes_kernel(
 
     wins = mask & (winner == at)
     generation = tl.load(block_generation + tl.where(mask, slot, 0) // block_size, mask=wins, other=0).to(tl.int64)
-    tl.store(record + PLACE, (generation << 32) | (position & 0xFFFFFFFF), mask=wins)
+    tl.store(record + PLACE, halves(position, generation), mask=wins)
     tl.store(record + TOKEN, token, mask=wins)
     tl.store(record + SEED, tl.load(seeds + row, mask=wins, other=0), mask=wins)
     tl.store(record + CHAIN, chain, mask=wins)
     tl.store(record + CHAIN_AFTER, after, mask=wins)
-    tl.store(record + WRITE, ((slot * 0 + step) << 32) | (owner & 0xFFFFFFFF), mask=wins)
+    tl.store(record + WRITE, halves(owner, slot * 0 + step), mask=wins)
     tl.store(record + STATE, slot * 0, mask=wins)
+
+
+@kernel
+def enter_writes_kernel(
+    table, num_blocks, block_size, block_generation,
+    owners, seeds, prefix_lens, num_rows, block_table, table_stride, width,
+    write_rows, offsets, new_tokens, positions, slots, num_tokens,
+    sums, totals,
+    ring, ring_count, tallies, capacity, group, step,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Record who writes what where, for the last write to each slot; one that it overwrites must be the same."""
+    enter_tile(
+        table, num_blocks, block_size, block_generation, owners, seeds, prefix_lens, num_rows, block_table,
+        table_stride, width, write_rows, offsets, new_tokens, positions, slots, num_tokens, sums, totals, ring,
+        ring_count, tallies, capacity, group, step, TILE,
+    )  # fmt: skip

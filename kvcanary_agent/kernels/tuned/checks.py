@@ -83,11 +83,12 @@ class TunedChecks(Checks):
         for part, block_class in due:
             self.count("content", *self._content.verify(rows, reads, part, block_class))
 
-    def check_null_block(self, part: int, null_block: int, step: int) -> None:
-        if self._content.null_block_is_finite(part, null_block):
-            self.count("nonfinite", self.records.block_size, 0)
-        else:
-            super().check_null_block(part, null_block, step)
+    def check_null_block(self, parts: range, null_block: int, step: int) -> None:
+        for part in parts:
+            if self._content.null_block_is_finite(part, null_block):
+                self.count("nonfinite", self.records.block_size, 0)
+            else:
+                super().check_null_block(range(part, part + 1), null_block, step)
 
     def record_content(self, written: Written) -> None:
         if not written.slots.numel():
