@@ -489,6 +489,7 @@ class Canary:
 
         None if there is no such block.
         """
+        self._settle()
         for described, records in zip(self.layout.groups, self._records, strict=True):
             if described.name == group and 0 <= block < described.num_blocks:
                 return slots_around(records, self._reporter, group, block)
