@@ -71,11 +71,12 @@ def broken(engine: Engine) -> Watched:
         ("double_allocation", "allocator", "ownership", "double_allocation"),
         ("double_allocation", "kv", "ownership", "double_allocation"),
         ("missing_touch", "allocator", "ownership", "allocator_misuse"),
-        ("missing_touch", "kv", "ownership", "block_used_without_holding_it"),
+        # Free or another's: which of the two is nothing that a missing reference tells.
+        ("missing_touch", "kv", "ownership", None),
     ],
 )
 def test_what_is_broken_is_named_first_by_the_process_that_knows(
-    broken: Watched, fault: str, pool: str, kind: str, cause: str
+    broken: Watched, fault: str, pool: str, kind: str, cause: str | None
 ) -> None:
     assert "tokens" in broken.result
     found = [
@@ -86,7 +87,8 @@ def test_what_is_broken_is_named_first_by_the_process_that_knows(
     ]
 
     first = min(found, key=lambda attributes: attributes["kvcanary.step"])
-    assert (first["kvcanary.kind"], first["kvcanary.cause"]) == (kind, cause)
+    assert first["kvcanary.kind"] == kind
+    assert cause in (None, first["kvcanary.cause"])
 
 
 def test_a_double_free_names_the_request_that_still_holds_the_block(broken: Watched) -> None:
