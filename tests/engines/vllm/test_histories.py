@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
 from kvcanary_agent.adapters.vllm.histories import Histories
-from kvcanary_agent.canary.step import ForwardStep
+from kvcanary_agent.canary import Canary, ForwardStep, GroupStep, Kind, KVGroup, KVLayout, KVPart
 from kvcanary_agent.kernels import plan
 from kvcanary_agent.kernels.reference.tokens import known_at
-from tests.engines.vllm.harness import Engine
-from tests.engines.vllm.test_faults import injected, injecting, violations
+from kvcanary_agent.settings import Settings
+from tests.canary.toy import RecordingSink
 
 UNLIMITED = 1 << 30
 
@@ -90,14 +90,36 @@ def test_what_does_not_fit_is_unknown() -> None:
     assert known(histories, "r39", 0, 1) == [39]
 
 
-def test_an_asynchronous_v1_step_knows_the_tokens_of_its_requests(engine: Engine, tmp_path: Path) -> None:
-    report = tmp_path / "faults"
-    environment = injecting([{"kind": "foreign_block", "after_step": 4}], report)
+def test_a_block_with_other_tokens_at_the_same_positions_is_told_by_its_tokens() -> None:
+    cache = torch.zeros(6, 4, 8)
+    part = KVPart(layer="layer", part="kv", view=cache)
+    layout = KVLayout(engine="engine", groups=(KVGroup(name="full", block_size=4, parts=(part,), null_block=0),))
+    sink = RecordingSink()
+    canary = Canary(layout, Settings(), sink)
+    histories = Histories(torch.device("cpu"), UNLIMITED)
+    prompts = {"a": [5, 6, 7, 8], "b": [5, 6, 9, 10]}
+    for request, prompt in prompts.items():
+        histories.start(request, prompt)
 
-    run = engine.watch(async_scheduling=True, environment=environment, until=violations(1))
+    def run(tokens: dict[str, list[int]], computed: int, table: list[list[int]]) -> None:
+        described = step(tokens, dict.fromkeys(tokens, computed))
+        positions, rows = described.positions, torch.repeat_interleave(described.query_offsets.diff())
+        tables = torch.tensor(table)
+        slots = tables[rows, positions // 4] * 4 + positions % 4
+        described = replace(
+            described,
+            groups=[GroupStep(block_table=tables, write_slots=slots)],
+            known_tokens=histories.known_tokens(described.requests, described.prefix_lens),
+        )
+        canary.before_forward(described)
+        cache.view(-1, 8)[slots] = torch.rand(len(slots), 8)
+        canary.after_forward()
+        histories.written(described, computed + len(positions))
 
-    (fault,) = injected(report)
-    first = min((v.attributes for v in run.violations), key=lambda found: found["kvcanary.step"])
-    assert first["kvcanary.kind"] == "token"
-    assert first["kvcanary.step"] == 5
-    assert first["kvcanary.slot"] in fault["slots"]
+    run(prompts, 0, [[1, 3], [2, 4]])
+    run({"a": [11], "b": [12]}, 4, [[1, 3], [2, 4]])
+    assert sink.violations == []
+
+    run({"a": [13], "b": [14]}, 5, [[1, 3], [1, 4]])
+    canary.sweep()
+    assert {(found.request, found.kind, found.slot) for found in sink.violations} >= {("b", Kind.TOKEN, 6)}
