@@ -176,7 +176,11 @@ def _cached_page(runner: Any, batch: Any) -> list[int] | None:
     used = {slot // size for row in range(batch.batch_size) for slot in _slots(runner, batch, row)}
     free = set(allocator.free_pages.tolist())
     idle = [page for page in range(1, allocator.size // size) if page not in used | free]
-    return list(range(idle[0] * size, (idle[0] + 1) * size)) if idle else None
+    if not idle:
+        return None
+    # Not the first: a request may still be given the cached page of its own last token in exchange for its own.
+    page = idle[len(idle) // 2]
+    return list(range(page * size, (page + 1) * size))
 
 
 def _wrong_write(scheduler: Any, batch: Any) -> Done | None:
