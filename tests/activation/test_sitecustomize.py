@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.activation.processes import ROOT, TEMPLATE, Processes
+from tests.activation.pythons import interpreter
 
 IS_IN = "import sys; print(any(type(finder).__name__ == 'TargetFinder' for finder in sys.meta_path))"
 
@@ -215,3 +216,15 @@ def test_the_working_directory_is_not_searched_for_the_agents_sake(processes: Pr
         processes.write(f"{name}.py", trap)
     script = processes.write("elsewhere/script.py", f"{IS_IN}\n")
     assert outcome(processes.door(str(pathlib.Path(script)))) == (0, "True\n", "")
+
+
+def test_the_users_own_usercustomize_runs_too(processes: Processes) -> None:
+    # A virtual environment does without it.
+    python = interpreter(".".join(map(str, sys.version_info[:2])))
+    assert python is not None
+    ask = "import site; print(site.getusersitepackages())"
+    environ = {"PYTHONUSERBASE": str(processes.folder / "base")}
+    folder = pathlib.Path(processes.run([python, "-c", ask], **environ).stdout.strip())
+    processes.write(str(folder / "usercustomize.py"), "print('theirs')\n")
+    result = processes.run([python, "-c", IS_IN], PYTHONPATH=str(TEMPLATE), KVCANARY_ENABLED="1", **environ)
+    assert outcome(result) == (0, "theirs\nTrue\n", "")

@@ -1,7 +1,7 @@
 """What an agent costs that has nothing to do: ``python -m tests.agents.startup_cost`` prints a Markdown table.
 
-Run it with the Python of ``environment.sh ../agents``, on a machine that does nothing else. Times are medians of
-interleaved runs of a program that does nothing; modules and threads are those it has.
+Run it with the Python of ``environment.sh ../agents``. Times are processor time, which other processes disturb least:
+medians of interleaved runs of a program that does nothing; modules and threads are those it has.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COUNT = "import sys; print(len(sys.modules), len(sys._current_frames()))"
 IMPORTS = """\
 import sys, time
 sys.path.insert(0, {folder!r})
-start = time.perf_counter()
+start = time.process_time()
 for number in range(2000):
     __import__(f"empty_{{number}}")
-print((time.perf_counter() - start) / 2000 * 1e6)
+print((time.process_time() - start) / 2000 * 1e6)
 """
 # A patched method outside of a step: its around finds no pool that it knows, as for dummy runs and warm-up.
 CALLS = """\
@@ -37,9 +37,9 @@ class Engine:
     def step(self): pass
 engine = Engine()
 def seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(200_000): engine.step()
-    return (time.perf_counter() - start) / 200_000
+    return (time.process_time() - start) / 200_000
 plain = min(seconds() for _ in range(5))
 sys.path.insert(0, {root!r})
 from kvcanary_agent.activation.patching import wrap_method
@@ -73,12 +73,11 @@ def commands() -> dict[str, tuple[list[str], dict[str, str]]]:
 
 
 def run(words: list[str], environ: dict[str, str], code: str) -> float:
-    """Seconds from the start of the program to its end."""
-    start = time.perf_counter()
+    """Seconds of processor time that the program takes, from its start to its end."""
     pid = os.posix_spawn(words[0], [*words, "-c", code], environ)
-    _, status = os.waitpid(pid, 0)
+    _, status, usage = os.wait4(pid, 0)
     assert status == 0, words
-    return time.perf_counter() - start
+    return usage.ru_utime + usage.ru_stime
 
 
 def counts(words: list[str], environ: dict[str, str]) -> tuple[int, int]:
