@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -174,6 +174,9 @@ class Sink:
 
     def traced(self, request: str, headers: Mapping[str, str]) -> None:
         """A request begins; the trace it belongs to, as headers ``traceparent`` and ``tracestate``, or nothing."""
+
+    def look_with(self, slots_around: Callable[[str, int], Neighbourhood | None]) -> None:
+        """How to look at the records around a violation, by group and block."""
 
     def lost_violations(self, count: int) -> None:
         """The ring was full: this many violations were counted but not kept."""
