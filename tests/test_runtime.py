@@ -1,5 +1,6 @@
 """What fails in the agent stays in the agent, is said once, and is seen in coverage."""
 
+import contextlib
 import gc
 import logging
 import weakref
@@ -43,6 +44,7 @@ def telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coverage]:
     monkeypatch.setattr(runtime, "_telemetry", coverage)
     monkeypatch.setattr(runtime, "_settings", Settings())
     monkeypatch.setattr(runtime, "_already_said", set())
+    monkeypatch.setattr(runtime, "_switched_off", set())
     monkeypatch.setattr(runtime, "_open", weakref.WeakValueDictionary())
     yield coverage
     restore_all()
@@ -148,3 +150,98 @@ def test_a_server_without_log_handlers_sees_on_stderr_that_its_pool_is_watched(
     monkeypatch.setattr(runtime.log, "hasHandlers", lambda: False)
     assert runtime.open_canary(layout()) is not None
     assert capsys.readouterr().err == "kvcanary: watching pool kv of e: 1 layers, 8 slots, mode log, content scrub\n"
+
+
+class Stepping:
+    """An engine whose every step counts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> str:
+        self.steps += 1
+        if self.steps == 3:
+            raise LookupError("the engine's own")
+        return f"step {self.steps}"
+
+    def free(self) -> str:
+        return "free"
+
+
+def before(call: Any, self: Any, /) -> Any:
+    raise ValueError("broken")
+
+
+def after(call: Any, self: Any, /) -> Any:
+    call()
+    raise SystemExit(3)
+
+
+def another_result(call: Any, self: Any, /) -> Any:
+    call()
+    return "garbage"
+
+
+def no_call(call: Any, self: Any, /) -> Any:
+    return "garbage"
+
+
+def swallowing(call: Any, self: Any, /) -> Any:
+    with contextlib.suppress(LookupError):
+        return call()
+
+
+@pytest.mark.parametrize("around", [before, after, another_result, no_call, swallowing])
+def test_whatever_an_around_does_the_engine_gets_its_own_methods_outcome_once(telemetry: Coverage, around: Any) -> None:
+    class Engine(Stepping):
+        step = Stepping.step
+
+    assert runtime.patch_class("e", Engine, {"step": around})
+    engine = Engine()
+    assert [engine.step(), engine.step()] == ["step 1", "step 2"]
+    with pytest.raises(LookupError, match="the engine's own"):
+        engine.step()
+    assert engine.steps == 3
+
+
+def test_the_first_around_that_fails_is_the_last_that_runs_for_this_engine_until_it_is_installed_anew(
+    telemetry: Coverage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noted(call: Any, self: Any, /) -> Any:
+        seen.append("free")
+        return call()
+
+    class Engine(Stepping):
+        step = Stepping.step
+        free = Stepping.free
+
+    assert runtime.patch_class("e", Engine, {"step": before, "free": noted})
+    engine = Engine()
+    for _ in range(2):
+        engine.free()
+        engine.step()
+    assert seen == ["free"]
+    name = f"{Engine.__module__}.{Engine.__qualname__}.step"
+    assert caplog.messages == [
+        f"kvcanary: not covering {name} of e: the agent is switched off after ValueError: broken"
+    ]
+    assert [said[2] for said in telemetry.said] == [False]
+    monkeypatch.setattr(runtime, "_telemetry", None)
+    runtime.shut_down()
+    engine.free()
+    assert seen == ["free", "free"]
+
+
+def test_a_violation_in_raise_mode_is_the_one_thing_that_an_around_raises(telemetry: Coverage) -> None:
+    def found(call: Any, self: Any, /) -> Any:
+        raise KVCanaryError([FOUND])
+
+    class Engine(Stepping):
+        step = Stepping.step
+
+    assert runtime.patch_class("e", Engine, {"step": found})
+    for _ in range(2):
+        with pytest.raises(KVCanaryError):
+            Engine().step()
