@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.harness import ENGINE, HERE, Engine, Watched, checked
+from tests.engines.vllm.harness import ENGINE, HERE, Engine, checked
 
-# Each engine but the first starts fast in a process that has vLLM loaded. N-grams are last: they load numba, after
-# which vLLM cannot start another engine in the process.
-SCENARIOS = ["no_prefix_cache", "draft_model", "asynchronous", "adapters", "n_gram"]
+# Each engine but the first starts fast in a process that has vLLM loaded. N-grams load numba, after which vLLM cannot
+# start another engine in the process.
+PROCESSES = [["no_prefix_cache", "draft_model", "asynchronous", "adapters"], ["n_gram"]]
 
 
 class Traffic(Engine):
@@ -30,27 +30,17 @@ def traffic(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Traffic:
     return Traffic(models, tmp_path_factory.mktemp("jobs"))
 
 
-@pytest.fixture(scope="module")
-def without_agent(traffic: Traffic) -> dict[str, Any]:
-    return traffic.generate(scenarios=SCENARIOS)
+@pytest.mark.parametrize("scenarios", PROCESSES, ids=" ".join)
+def test_nothing_is_reported_and_every_token_is_the_same(traffic: Traffic, scenarios: list[str]) -> None:
+    expected = traffic.generate(scenarios=scenarios)
 
+    run = traffic.watch(scenarios=scenarios, environment={"KVCANARY_CONTENT": "full"}, until=checked("content", 1))
 
-@pytest.fixture(scope="module")
-def with_agent(traffic: Traffic) -> Watched:
-    return traffic.watch(scenarios=SCENARIOS, environment={"KVCANARY_CONTENT": "full"}, until=checked("content", 1))
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_token_is_the_same_as_without_the_agent(
-    without_agent: dict[str, Any], with_agent: Watched, scenario: str
-) -> None:
-    assert with_agent.result["tokens"][scenario] == without_agent["tokens"][scenario]
-
-
-def test_nothing_is_reported_and_nothing_switches_itself_off(with_agent: Watched) -> None:
-    assert with_agent.violations == []
-    assert with_agent.receiver.latest("kvcanary.violations") is None
-    left_out = {line.partition("not covering ")[2] for line in with_agent.output.splitlines() if "not covering" in line}
+    assert expected.keys() == {"tokens"}, expected
+    assert run.result == expected
+    assert run.violations == []
+    assert run.receiver.latest("kvcanary.violations") is None
+    left_out = {line.partition("not covering ")[2] for line in run.output.splitlines() if "not covering" in line}
     assert all("layer of a draft model" in line for line in left_out)
 
 
