@@ -103,9 +103,10 @@ class BlockPrints:
             blocks, kept = blocks[known], kept[:, known]
         same = torch.ones_like(blocks, dtype=torch.bool)
         if blocks.numel():
+            runs = _runs(blocks)
             # The last layers first: what is looked at last, the forward finds in the cache when it begins.
             for index in reversed(range(len(self._images))):
-                same.logical_and_(self._prints(self._images[index], blocks) == kept[index])
+                same.logical_and_(self._prints(self._images[index], blocks, runs) == kept[index])
         changed.index_copy_(0, blocks, same.logical_not_())
         return changed if bool(changed.any()) else None
 
@@ -121,11 +122,11 @@ class BlockPrints:
             return False
         return math.isfinite(float(numbers.sum(dtype=None if number_type.itemsize > 2 else torch.float32)))
 
-    def _prints(self, image: Image, blocks: torch.Tensor) -> torch.Tensor:
+    def _prints(self, image: Image, blocks: torch.Tensor, runs: list[tuple[int, int]] | None = None) -> torch.Tensor:
         """The fingerprint of each of ``[n]`` ascending or unordered blocks: ``[n]`` int64."""
         view, length = image.view, image.num_bytes
         if view.dim() == 2 and view.is_contiguous():
-            runs = _runs(blocks)
+            runs = runs or _runs(blocks)
             if runs is not None:
                 flat = view.view(-1).view(torch.uint8).view(-1, length)
                 step = max(1, _RUN_BYTES // length)
