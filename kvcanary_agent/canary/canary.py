@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -343,6 +343,15 @@ class Canary:
         for at in failed:
             self._report_entry(group, int(slots[at]), int(positions[at]))
         self._finish("sweep", start)
+
+    def traced(self, request: str, headers: Mapping[str, str]) -> None:
+        """A request begins, under a name that an earlier one may have had; reports about it name its trace.
+
+        Args:
+            request: The request.
+            headers: W3C trace context as the request brought it: ``traceparent`` and ``tracestate``, or nothing.
+        """
+        self._sink.traced(request, headers)
 
     def weights_changed(self) -> None:
         """The model's weights are others from now on: K/V of before belongs to an earlier epoch."""

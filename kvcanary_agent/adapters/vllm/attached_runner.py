@@ -49,6 +49,9 @@ class AttachedRunner:
                 for index, covered in enumerate(self.pool.group_ids):
                     owner = request if covered == group_id else None
                     self.canary.allocated(blocks, group=index, request=owner)
+        if self.allocator.step is not None:
+            for new in scheduler_output.scheduled_new_reqs:
+                self.canary.traced(new.req_id, self.allocator.step.traces.get(new.req_id, {}))
         if self.connector is not None:
             self.connector.scheduled(scheduler_output, self.allocator.step)
         copies = getattr(scheduler_output, "kv_cache_block_copies", None)

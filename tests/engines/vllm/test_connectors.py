@@ -17,6 +17,8 @@ DIGESTS = "kvcanary-full-0of1.pt"
 # The connector loads whole blocks, and never the last token of a prompt: nothing of the first.
 LOADED_BLOCKS = [(len(prompt) - 2) // BLOCK for prompt in PROMPTS]
 LOADED = sum(LOADED_BLOCKS) * BLOCK * 2 * LAYERS
+# A single byte may have changed anywhere; the bytes of a whole block may be those of its next owner.
+CAUSES = {"stray_write", "transfer_incomplete", "block_reused_during_transfer"}
 EVERYTHING = {(f"layers.{layer}.", part) for layer in range(LAYERS) for part in "kv"}
 # What `connectors.Faulty` leaves wrong, by the number of the load; the number of the prompt is the same.
 DAMAGE = {2: {("layers.1.", "k")}, 4: {("layers.1.", "k"), ("layers.1.", "v")}, 6: EVERYTHING, 7: EVERYTHING}
@@ -79,7 +81,7 @@ def damage(watched: Watched, round_: int) -> dict[int, set[tuple[str, str]]]:
     for violation in watched.violations:
         attributes = violation.attributes
         assert attributes["kvcanary.kind"] == "transfer"
-        assert attributes["kvcanary.cause"] == "transfer_incomplete_or_too_late"
+        assert attributes["kvcanary.cause"] in CAUSES
         number = int(attributes["kvcanary.request"].partition("-")[0]) - round_ * len(PROMPTS)
         if 0 <= number < len(PROMPTS):
             layer = attributes["kvcanary.layer"]
@@ -151,9 +153,7 @@ def test_a_byte_that_comes_back_from_host_memory_otherwise_is_a_transfer_violati
     watched = engine.watch(**offloaded(wrong_load=1), environment={"KVCANARY_CONTENT": "full"}, until=violations(1))
 
     assert {violation.attributes["kvcanary.kind"] for violation in watched.violations} == {"transfer"}
-    assert {violation.attributes["kvcanary.cause"] for violation in watched.violations} == {
-        "transfer_incomplete_or_too_late"
-    }
+    assert {violation.attributes["kvcanary.cause"] for violation in watched.violations} == {"stray_write"}
     (layer,) = {violation.attributes["kvcanary.layer"] for violation in watched.violations}
     assert f"layers.{LAYERS - 1}." in layer
 

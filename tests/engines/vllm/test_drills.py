@@ -17,10 +17,10 @@ STEP = 16
 EXPECTED = {
     "content": ("content", "stray_write"),
     "idle_block": ("content", "block_overwritten"),
-    "nonfinite": ("nonfinite", "nonfinite_values"),
-    "block_table_swap": ("position", "block_table_stale_or_swapped"),
-    "foreign_block": ("ownership", "block_used_without_holding_it"),
-    "slot_mapping": ("address", "slot_mapping_disagrees_with_block_table"),
+    "nonfinite": ("nonfinite", "nonfinite_in_null_block"),
+    "block_table_swap": ("position", "block_table_swapped"),
+    "foreign_block": ("ownership", "foreign_block"),
+    "slot_mapping": ("address", "slot_mapping_wrong"),
     "lost_write": ("lost_write", "write_dropped"),
 }
 
@@ -58,7 +58,9 @@ def test_a_drill_is_reported_as_what_it_is_at_the_step_that_meets_it(drilled: Wa
     assert found, f"nothing was reported after {drill.body}"
     first = found[0].attributes
     assert (first["kvcanary.kind"], first["kvcanary.cause"]) == EXPECTED[kind]
-    assert first["kvcanary.step"] == drill.attributes["kvcanary.step"]
+    # The patrol compares one of the six parts at each step.
+    late = 5 if kind == "idle_block" else 0
+    assert 0 <= first["kvcanary.step"] - drill.attributes["kvcanary.step"] <= late
 
 
 def test_what_is_wrong_with_a_request_is_part_of_the_trace_that_the_request_came_with(drilled: Watched) -> None:

@@ -1,0 +1,137 @@
+"""K/V that another process has computed, and copies that go on while the forward that reads them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from kvcanary_agent.canary import Kind
+from tests.canary.toy import LAYOUTS, ToyEngine, two_groups_over_one_storage
+
+PROMPT = range(10, 18)
+BLOCKS = 2
+
+
+def produced(layout: str) -> tuple[ToyEngine, list[int], torch.Tensor]:
+    """An engine that has computed the prompt, its blocks, and their digests."""
+    producer = ToyEngine(layout)
+    blocks = producer.start("a", PROMPT, "x").tables[0]
+    fingerprints = producer.canary.fingerprints(blocks)
+    assert fingerprints is not None
+    return producer, blocks, fingerprints
+
+
+def consuming(layout: str) -> tuple[ToyEngine, list[int]]:
+    """An engine that has handed out blocks for the prompt and one token more."""
+    consumer = ToyEngine(layout)
+    consumer.request("b", [*PROMPT, 99], "x")
+    return consumer, consumer.allocate("b", BLOCKS + 1)[:BLOCKS]
+
+
+def copy_bytes(source: ToyEngine, blocks: Iterable[int], target: ToyEngine, to: Iterable[int]) -> None:
+    for block, other in zip(blocks, to, strict=True):
+        for part, theirs in zip(target.groups[0].parts, source.groups[0].parts, strict=True):
+            part.view[other] = theirs.view[block]
+
+
+def adopt(toy: ToyEngine, blocks: list[int], fingerprints: torch.Tensor | None, *, complete: bool = True) -> None:
+    toy.canary.adopted(blocks, PROMPT, request="b", namespace="x", fingerprints=fingerprints, complete=complete)
+    toy.requests["b"].computed = len(PROMPT)
+
+
+ONE_GROUP = [name for name in LAYOUTS if name != two_groups_over_one_storage.__name__]
+
+
+@pytest.mark.parametrize("layout", ONE_GROUP)
+def test_what_arrives_as_the_other_process_wrote_it_is_read_and_continued_like_ones_own(layout: str) -> None:
+    producer, blocks, fingerprints = produced(layout)
+    consumer, to = consuming(layout)
+    copy_bytes(producer, blocks, consumer, to)
+    adopt(consumer, to, fingerprints)
+    consumer.decode("b", steps=3)
+    assert consumer.sink.violations == []
+    consumer.poke(consumer.slot("b", 5), 0)
+    consumer.decode("b")
+    assert {violation.kind for violation in consumer.sink.violations} == {Kind.CONTENT}
+
+
+@pytest.mark.parametrize("layout", ONE_GROUP)
+def test_a_byte_that_changed_on_the_way_from_another_process_is_a_transfer_fault(layout: str) -> None:
+    producer, blocks, fingerprints = produced(layout)
+    consumer, to = consuming(layout)
+    copy_bytes(producer, blocks, consumer, to)
+    consumer.poke(consumer.slot("b", 5), 1)
+    adopt(consumer, to, fingerprints)
+    (violation,) = consumer.sink.violations
+    assert (violation.kind, violation.slot, violation.request) == (Kind.TRANSFER, consumer.slot("b", 5), "b")
+
+
+def test_without_digests_what_arrives_is_right_as_it_is_but_must_not_change() -> None:
+    consumer, to = consuming("token_major")
+    adopt(consumer, to, None)
+    consumer.decode("b")
+    assert consumer.sink.violations == []
+    consumer.poke(consumer.slot("b", 5), 0)
+    consumer.decode("b")
+    assert consumer.sink.kinds() == [Kind.CONTENT]
+
+
+def test_another_prompt_than_arrived_is_seen_at_the_first_read() -> None:
+    producer, blocks, fingerprints = produced("token_major")
+    consumer, to = consuming("token_major")
+    consumer.requests["b"].tokens[2] = 77
+    copy_bytes(producer, blocks, consumer, to)
+    adopt(consumer, to, fingerprints)
+    consumer.decode("b")
+    assert (consumer.sink.violations[0].kind, consumer.sink.violations[0].position) == (Kind.TOKEN, 2)
+
+
+@pytest.mark.parametrize("stays_wrong", [False, True])
+def test_bytes_that_arrive_during_the_forward_are_compared_when_it_is_over(stays_wrong: bool) -> None:
+    producer, blocks, fingerprints = produced("token_major")
+    consumer, to = consuming("token_major")
+    adopt(consumer, to, fingerprints, complete=False)
+    consumer.decode("b")
+    assert consumer.sink.violations == []
+    if not stays_wrong:
+        copy_bytes(producer, blocks, consumer, to)
+    computed = consumer.requests["b"].computed
+    adopt(consumer, to, fingerprints)
+    consumer.requests["b"].computed = computed
+    consumer.decode("b", steps=2)
+    assert set(consumer.sink.kinds()) == ({Kind.TRANSFER} if stays_wrong else set())
+
+
+@pytest.mark.parametrize("stays_wrong", [False, True])
+def test_what_this_process_stored_may_come_back_during_the_forward(stays_wrong: bool) -> None:
+    toy = ToyEngine()
+    blocks = list(toy.start("a", PROMPT).tables[0])
+    toy.canary.stored("key", blocks)
+    saved = [part.view[blocks].clone() for part in toy.groups[0].parts]
+    for part in toy.groups[0].parts:
+        part.view[blocks] = 0
+    toy.canary.loaded("key", blocks, request="a", complete=False)
+    toy.decode("a")
+    assert toy.sink.violations == []
+    if not stays_wrong:
+        for part, values in zip(toy.groups[0].parts, saved, strict=True):
+            part.view[blocks] = values
+    toy.canary.loaded("key", blocks, request="a")
+    assert set(toy.sink.kinds()) == ({Kind.TRANSFER} if stays_wrong else set())
+
+
+def test_blocks_into_which_something_is_being_copied_are_not_judged_until_they_are_written() -> None:
+    consumer, to = consuming("token_major")
+    consumer.canary.arriving(to)
+    consumer.requests["b"].computed = len(PROMPT)
+    consumer.decode("b", steps=3)
+    assert consumer.sink.violations == []
+
+
+def test_blocks_that_are_not_written_in_full_have_no_digests() -> None:
+    toy = ToyEngine()
+    blocks = toy.start("a", range(10, 17)).tables[0]
+    assert toy.canary.fingerprints(blocks) is None
+    assert toy.canary.fingerprints(blocks[:1]) is not None
