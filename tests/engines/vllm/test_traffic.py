@@ -12,7 +12,7 @@ from tests.engines.vllm.harness import ENGINE, HERE, Engine, checked
 
 # Each engine but the first starts fast in a process that has vLLM loaded. N-grams load numba, after which vLLM cannot
 # start another engine in the process.
-PROCESSES = [["no_prefix_cache", "draft_model", "asynchronous", "adapters"], ["n_gram"]]
+PROCESSES = [["no_prefix_cache", "draft_model"], ["asynchronous", "adapters"], ["n_gram"]]
 
 
 class Traffic(Engine):
