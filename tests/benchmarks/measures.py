@@ -35,8 +35,8 @@ from tests.canary.toy import RecordingSink
 BLOCK = 16
 
 # What SGLang 0.5.23's own kv-canary costs on a CPU, in seconds a slot: its torch reference, one thread, 4,096 slots,
-# measured on the machine (AMD EPYC 9004, 2.6 GHz) on which these benchmarks were first run. A slot's bytes are those of
-# one half of one layer.
+# made to run there for this measurement. Times of another day, good for an order of magnitude. A slot's bytes are those
+# of one half of one layer.
 SGLANG_VERIFY_METADATA = 53e-6
 SGLANG_VERIFY_1024_BYTES = 220e-6
 SGLANG_WRITE = 69e-6
