@@ -103,10 +103,10 @@ def test_a_real_engine_with_an_unknown_method_serves_with_coverage_0(engine: Eng
 
     run = engine.watch(
         environment={"KVCANARY_ADAPTERS": adapters},
-        until=lambda receiver: receiver.latest("kvcanary.coverage", kvcanary_engine="vllm") is not None,
+        until=lambda receiver: receiver.latest("kvcanary.coverage", kvcanary_subject="V1 model runner") is not None,
     )
 
     assert "error" not in run.result
-    assert run.receiver.latest("kvcanary.coverage", kvcanary_engine="vllm") == 0
+    assert run.receiver.latest("kvcanary.coverage", kvcanary_subject="V1 model runner") == 0
     assert run.output.count("not covering V1 model runner of vllm") == 1
     assert run.receiver.points_of("kvcanary.checks") == []
