@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcanary_agent.canary import Canary, ForwardStep, GroupStep, Kind, KVGroup, KVLayout
@@ -23,6 +23,7 @@ def blocks(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_healthy_allocator_is_never_blamed_and_its_blocks_are_mirrored(data: st.DataObject) -> None:
     mirror, free, used = occupancy(), set(range(1, BLOCKS)), set[int]()
