@@ -2,6 +2,7 @@
 
 For each signal on its own, in this order:
 
+0. The provider that was given to :func:`use`.
 1. The provider that the host application has set globally, if it is a real one.
 2. A private provider, if the standard ``OTEL_*`` variables name an exporter. It is never made the global one: a global
    provider can be set once only, and that is the host's to do.
@@ -70,6 +71,21 @@ class Providers:
         return _logs.get_logger_provider() if is_proxy(self.logs) else self.logs
 
 
+_given: dict[Signal, Any] = {}
+
+
+def use(
+    *,
+    traces: trace.TracerProvider | None,
+    metrics: metrics.MeterProvider | None,
+    logs: _logs.LoggerProvider | None,
+) -> None:
+    """Has pools that are opened from now on report through these providers; None leaves the choice open."""
+    _given.clear()
+    given: dict[Signal, Any] = {"traces": traces, "metrics": metrics, "logs": logs}
+    _given.update({signal: provider for signal, provider in given.items() if provider is not None})
+
+
 def is_proxy(provider: object) -> bool:
     """Whether ``provider`` is the stand-in that the API hands out while no global provider is set."""
     return isinstance(provider, (trace.ProxyTracerProvider, _ProxyMeterProvider, ProxyLoggerProvider))
@@ -83,9 +99,9 @@ def choose_providers(resource_attributes: Mapping[str, str | int]) -> Providers:
     Args:
         resource_attributes: What a private provider says of this process, beside ``OTEL_RESOURCE_ATTRIBUTES``.
     """
-    tracer_provider: trace.TracerProvider = trace.get_tracer_provider()
-    meter_provider: metrics.MeterProvider = metrics.get_meter_provider()
-    logger_provider: _logs.LoggerProvider = _logs.get_logger_provider()
+    tracer_provider: trace.TracerProvider = _given.get("traces") or trace.get_tracer_provider()
+    meter_provider: metrics.MeterProvider = _given.get("metrics") or metrics.get_meter_provider()
+    logger_provider: _logs.LoggerProvider = _given.get("logs") or _logs.get_logger_provider()
     private: set[Signal] = set()
     resource = cache(lambda: _resource(resource_attributes))
 
