@@ -8,9 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from opentelemetry.context import Context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
 from kvcanary_agent.canary.violation import CheckCounts, Neighbourhood, Sink, Violation
 from kvcanary_agent.telemetry import semconv
 from kvcanary_agent.telemetry.bursts import QUIET_S
@@ -22,6 +19,8 @@ from kvcanary_agent.telemetry.pool_facts import PoolFacts
 from kvcanary_agent.telemetry.tallies import PoolKey, PoolTally
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
     from kvcanary_agent.telemetry.exporting import Exporting
     from kvcanary_agent.telemetry.process import Telemetry
 
@@ -140,7 +139,12 @@ class PoolTelemetry(Sink):
     def _trace_of(self, violation: Violation) -> Context | None:
         """What the request of a violation brought along, if it is traced."""
         headers = self._traces.get(violation.request or "")
-        return None if headers is None else TraceContextTextMapPropagator().extract(headers)
+        if headers is None:
+            return None
+        # Not before there is a pool: OpenTelemetry is imported with the first.
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        return TraceContextTextMapPropagator().extract(headers)
 
     def _log_without_opentelemetry(self, violation: Violation) -> None:
         try:
