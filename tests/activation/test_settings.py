@@ -1,7 +1,7 @@
 """Each variable's values, and what is said about a wrong one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcanary_agent.settings import Settings, SettingsError
@@ -94,6 +94,7 @@ def test_in_a_child_process_each_wrong_value_is_one_message_and_the_default() ->
     assert len(messages) == 3
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["ENABLED", "MODE", "SCRUB_PERIOD", "ADAPTERS", "ODD"]), st.text(max_size=8)))
 def test_no_value_raises_in_a_child_process(values: dict[str, str]) -> None:
     settings, messages = Settings.tolerant({f"KVCANARY_{name}": value for name, value in values.items()})

@@ -57,7 +57,7 @@ def _wrong_address(violation: Violation, burst: Burst) -> Iterator[Cause]:
 
 
 def _padding_write(violation: Violation) -> Cause:
-    where = f"slot {violation.found}, outside the pool" if violation.block < 0 else place(violation)
+    where = f"slot {violation.found or violation.slot}, outside the pool" if violation.block < 0 else place(violation)
     return Cause(
         cause="padding_writes_live_slot",
         sentence=f"{where}: a padded row writes there at step {violation.step} instead of to the null block: the slot "
