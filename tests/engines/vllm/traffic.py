@@ -69,9 +69,7 @@ class Scenarios:
         adapters = [LoRARequest(name, i + 1, str(self.models / name)) for i, name in enumerate(("lora_a", "lora_b"))]
         both = [prompt for prompt in prompts()[:4] for _ in range(3)]
         chosen = [None, *adapters] * 4
-        first, second = ask(engine, both, chosen), ask(engine, both, chosen)
-        assert first[0::3] != first[1::3] != first[2::3], "the adapters make no difference"
-        return first + second
+        return ask(engine, both, chosen) + ask(engine, both, chosen)
 
     def compiled(self) -> Tokens:
         engine = self.engine(enforce_eager=False)
