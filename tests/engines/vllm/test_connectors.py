@@ -11,6 +11,7 @@ import torch
 
 from tests.engines.vllm.harness import MAX_TOKENS, PROMPTS, Engine, Watched, checked
 from tests.engines.vllm.test_faults import violations
+from tests.otlp_receiver import OtlpReceiver
 
 LAYERS, BLOCK = 3, 32
 DIGESTS = "kvcanary-full-0of1.pt"
@@ -75,10 +76,10 @@ def test_what_another_process_has_stored_is_compared_and_may_come_layer_by_layer
     assert second.result == expected
 
 
-def damage(watched: Watched, round_: int) -> dict[int, set[tuple[str, str]]]:
+def damage(receiver: OtlpReceiver, round_: int) -> dict[int, set[tuple[str, str]]]:
     """Layers and parts of the violations of a round, by the number of the prompt, all of them of kind ``transfer``."""
     found: dict[int, set[tuple[str, str]]] = {}
-    for violation in watched.violations:
+    for violation in receiver.events("kvcanary.violation"):
         attributes = violation.attributes
         assert attributes["kvcanary.kind"] == "transfer"
         assert attributes["kvcanary.cause"] in CAUSES
@@ -93,10 +94,10 @@ def damage(watched: Watched, round_: int) -> dict[int, set[tuple[str, str]]]:
 def test_what_comes_back_otherwise_late_in_part_or_not_at_all_is_reported_before_the_step_is_over(
     engine: Engine, tmp_path: Path
 ) -> None:
-    watched = run(engine, "Faulty", tmp_path, until=violations(20))
+    watched = run(engine, "Faulty", tmp_path, until=lambda receiver: damage(receiver, 1) == DAMAGE)
 
-    assert damage(watched, 0) == {}
-    assert damage(watched, 1) == DAMAGE
+    assert damage(watched.receiver, 0) == {}
+    assert damage(watched.receiver, 1) == DAMAGE
     first_round = MAX_TOKENS
     assert {violation.attributes["kvcanary.step"] for violation in watched.violations} <= {first_round, first_round + 1}
 
@@ -109,9 +110,11 @@ def test_digests_of_another_process_are_compared_and_without_them_the_bytes_are_
     (folder,) = (folder for folder in tmp_path.iterdir() if _blocks_in(folder) == LOADED_BLOCKS[2] == 1)
     (folder / DIGESTS).unlink()
 
-    watched = run(engine, "Faulty", tmp_path, until=violations(20))
+    with_digests = {number: parts for number, parts in DAMAGE.items() if number != 2}
 
-    assert damage(watched, 0) == {number: parts for number, parts in DAMAGE.items() if number != 2}
+    watched = run(engine, "Faulty", tmp_path, until=lambda receiver: damage(receiver, 0) == with_digests)
+
+    assert damage(watched.receiver, 0) == with_digests
 
 
 def _blocks_in(folder: Path) -> int:
