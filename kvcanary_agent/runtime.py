@@ -137,9 +137,9 @@ def _harmless(engine: str, method: str, around: Around) -> Around:
         try:
             call = _Call(method_call)
             around(call, receiver, *args, **kwargs)
-        except (KVCanaryError, KeyboardInterrupt, GeneratorExit):
+        except KVCanaryError:
             raise
-        except BaseException as error:
+        except Exception as error:
             if call is not None and error is call.error:
                 raise
             _switch_off(engine, method, _described(error))
@@ -275,7 +275,7 @@ def _announce(layout: KVLayout) -> None:
         + f": {layers} layers, {sum(group.num_slots for group in layout.groups)} slots, mode {settings().mode}, "
         f"content {settings().content}"
     )
-    if log.hasHandlers():
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", line)
     else:
         print(line, file=sys.stderr, flush=True)
@@ -316,7 +316,8 @@ class FailOpen:
     """One part of an adapter, which switches itself off when it fails, instead of harming the engine.
 
     ``if part.on: with part: ...``: an exception inside is reported once and swallowed, and ``on`` is False from then.
-    A violation in raise mode is no failure and passes through.
+    A violation in raise mode is no failure and passes through; so does what is no `Exception`, an exit or an interrupt:
+    it comes from a signal handler of the host that happened to run here.
     """
 
     def __init__(self, engine: str, subject: str) -> None:
@@ -330,7 +331,7 @@ class FailOpen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is None or isinstance(error, (KVCanaryError, KeyboardInterrupt, GeneratorExit)):
+        if not isinstance(error, Exception) or isinstance(error, KVCanaryError):
             return False
         self.on = False
         # The report itself may fail: a log handler of the server, an error that cannot say what it is.

@@ -68,15 +68,8 @@ def test_a_part_that_fails_is_off_and_said_once(telemetry: Coverage, caplog: pyt
 FOUND = Violation(kind=Kind.CONTENT, pool="kv", group="g", slot=2, block=1, offset=0, step=1)
 
 
-def test_an_exit_of_the_agents_own_is_a_failure_of_the_part(telemetry: Coverage) -> None:
-    part = FailOpen("e", "steps")
-    with part:
-        raise SystemExit(3)
-    assert not part.on
-
-
-@pytest.mark.parametrize("error", [KVCanaryError([FOUND]), KeyboardInterrupt()])
-def test_a_violation_and_an_interrupt_pass(telemetry: Coverage, error: BaseException) -> None:
+@pytest.mark.parametrize("error", [KVCanaryError([FOUND]), KeyboardInterrupt(), SystemExit(3)])
+def test_a_violation_and_the_end_that_a_signal_handler_asks_for_pass(telemetry: Coverage, error: BaseException) -> None:
     part = FailOpen("e", "steps")
     with pytest.raises(type(error)), part:
         raise error
@@ -174,7 +167,7 @@ def before(call: Any, self: Any, /) -> Any:
 
 def after(call: Any, self: Any, /) -> Any:
     call()
-    raise SystemExit(3)
+    raise RuntimeError("broken")
 
 
 def another_result(call: Any, self: Any, /) -> Any:
@@ -232,6 +225,42 @@ def test_the_first_around_that_fails_is_the_last_that_runs_for_this_engine_until
     runtime.shut_down()
     engine.free()
     assert seen == ["free", "free"]
+
+
+def test_an_exception_of_the_engine_s_own_leaves_the_agent_on(telemetry: Coverage) -> None:
+    seen: list[str] = []
+
+    def noted(call: Any, self: Any, /) -> Any:
+        seen.append("step")
+        return call()
+
+    class Engine(Stepping):
+        step = Stepping.step
+
+    assert runtime.patch_class("e", Engine, {"step": noted})
+    engine = Engine()
+    for _ in range(3):
+        with contextlib.suppress(LookupError):
+            engine.step()
+    assert engine.step() == "step 4"
+    assert len(seen) == 4
+    assert telemetry.said == []
+
+
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt()])
+def test_an_end_that_a_signal_handler_asks_for_within_an_around_reaches_the_host(
+    telemetry: Coverage, end: BaseException
+) -> None:
+    def interrupted(call: Any, self: Any, /) -> Any:
+        raise end
+
+    class Engine(Stepping):
+        step = Stepping.step
+
+    assert runtime.patch_class("e", Engine, {"step": interrupted})
+    with pytest.raises(type(end)):
+        Engine().step()
+    assert telemetry.said == []
 
 
 def test_a_violation_in_raise_mode_is_the_one_thing_that_an_around_raises(telemetry: Coverage) -> None:

@@ -20,7 +20,7 @@ from kvcanary_agent.kernels.tuned.fingerprint import Fingerprinter
 from kvcanary_agent.kernels.tuned.images import Image, images_of_neighbours, images_of_parts
 from kvcanary_agent.kernels.tuned.reads import CleanReads
 from tests.canary.toy import LAYOUTS, Row, ToyEngine
-from tests.kernels.histories import Setting, hear
+from tests.kernels.histories import Setting, checks_by, hear
 
 SETTINGS = st.builds(
     Setting,
@@ -191,6 +191,35 @@ def test_rows_that_trade_places_are_seen() -> None:
     assert not proof.is_clean(10), "their tokens are still each other's"
     proof.known.tokens.copy_(proof.known.tokens[[1, 0]].clone())
     assert proof.is_clean(10)
+
+
+def test_a_block_with_the_same_tokens_after_another_prefix_is_seen_after_the_proof() -> None:
+    toy = ToyEngine(blocks=24, block_size=4, reports_ownership=False)
+    same = [7, 7, 7, 7]
+    toy.start("a", [1, 2, 3, 4, *same])
+    toy.start("b", [5, 6, 8, 9, *same])
+    toy.decode("a", "b", steps=3)
+    assert toy.sink.violations == []
+    toy.requests["a"].tables[0][1] = toy.requests["b"].tables[0][1]
+    toy.decode("a", "b")
+    assert {str(kind) for kind in toy.sink.kinds()} == {"chain"}
+
+
+def test_a_table_that_leaves_the_pool_where_nothing_is_read_of_it_is_no_error() -> None:
+    heard = []
+    for implementation in (Checks, TunedChecks):
+        with checks_by(implementation):
+            toy = ToyEngine(blocks=24, block_size=4, reports_ownership=False, window=1, settings={"content": "scrub"})
+        toy.start("a", range(6))
+        toy.requests["a"].tokens.append(7)
+        for _ in range(10):
+            step, writes = toy.plan(Row(request="a"))
+            step.groups[0].block_table[0, 1] = -1
+            toy.canary.before_forward(step)
+            toy.forward(writes)
+            toy.canary.after_forward()
+        heard.append({str(kind) for kind in toy.sink.kinds()})
+    assert heard == [{"address"}, {"address"}]
 
 
 def test_a_request_s_own_token_that_changes_after_the_proof_is_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -36,18 +37,20 @@ class DigestFile:
         Raises:
             OSError: If the file cannot be written.
         """
-        unfinished = folder / f".{self._name}.{os.getpid()}"
-        torch.save({"made_of": self._made_of, "fingerprints": fingerprints.clone()}, unfinished)
-        unfinished.replace(folder / self._name)
+        descriptor, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{self._name}.")
+        with open(descriptor, "wb") as file:
+            torch.save({"made_of": self._made_of, "fingerprints": fingerprints.clone()}, file)
+        os.replace(unfinished, folder / self._name)
 
     def read(self, folder: Path, num_blocks: int) -> torch.Tensor | None:
         """What was written there; None if there is nothing that can be compared with so many blocks."""
         try:
             kept = torch.load(folder / self._name, weights_only=True)
-        except FileNotFoundError:
+            made_of, fingerprints = kept["made_of"], kept["fingerprints"]
+            comparable = made_of == self._made_of and fingerprints.dtype == torch.int64 and fingerprints.dim() == 3
+            return fingerprints if comparable and fingerprints.shape[1] == num_blocks else None
+        except Exception:  # no file, or one that is cut off, or somebody else's: whatever torch makes of it
             return None
-        fingerprints: torch.Tensor = kept["fingerprints"]
-        return fingerprints if kept["made_of"] == self._made_of and fingerprints.shape[1] == num_blocks else None
 
 
 def _scheme() -> list[int]:

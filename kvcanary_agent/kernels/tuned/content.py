@@ -45,6 +45,8 @@ class ContentChecks:
         Returns:
             Slots compared, and how many of them differ.
         """
+        if isinstance(reads, CleanReads) and not reads.num_slots:
+            return 0, 0  # of a block table that nobody has looked at
         remainder, modulus = block_class
         entries, blocks = None, reads.blocks
         if modulus > 1:
