@@ -56,6 +56,9 @@ def test_what_has_left_the_window_need_not_be_a_page() -> None:
     assert pages([[0, 0, 0, 0, 0, 0, 22, 23]], [8], window=3) == [[-1, -1]]
 
 
+UNLIMITED = 1 << 40
+
+
 class Request:
     """A scheduler's request."""
 
@@ -65,11 +68,12 @@ class Request:
 
 def known(histories: Histories, *requests: Any) -> list[list[int]]:
     found = histories.known_tokens(requests)
+    assert found is not None
     return [[token for token in found.tokens[row].tolist() if token >= 0] for row in found.rows.tolist()]
 
 
 def test_histories_grow_with_their_requests() -> None:
-    histories = Histories(torch.device("cpu"))
+    histories = Histories(torch.device("cpu"), UNLIMITED)
     one, other = Request([1, 2, 3]), Request(list(range(10, 700)))
 
     assert known(histories, one, other) == [[1, 2, 3], list(range(10, 700))]
@@ -79,7 +83,7 @@ def test_histories_grow_with_their_requests() -> None:
 
 
 def test_rows_of_requests_that_are_gone_are_used_again_and_start_empty() -> None:
-    histories = Histories(torch.device("cpu"))
+    histories = Histories(torch.device("cpu"), UNLIMITED)
     before = histories.num_bytes
 
     for number in range(200):
@@ -88,8 +92,25 @@ def test_rows_of_requests_that_are_gone_are_used_again_and_start_empty() -> None
     assert histories.num_bytes == before
 
 
+def test_the_table_stays_within_its_bound_and_what_does_not_fit_is_unknown() -> None:
+    bound = 64 << 10
+    histories = Histories(torch.device("cpu"), bound)
+    long = Request(list(range(1, 5001)))
+
+    (tokens,) = known(histories, long)
+    assert histories.num_bytes <= bound
+    assert 500 <= len(tokens) < 5000
+    assert tokens == list(range(1, len(tokens) + 1))
+    long.output_ids.append(9)
+    assert known(histories, long) == [tokens]
+    crowd = [Request([number, number]) for number in range(1, 200)]
+    assert histories.known_tokens(crowd) is None
+    assert histories.num_bytes <= bound
+    assert known(histories, long) == [tokens]
+
+
 def test_more_requests_than_rows_keep_theirs() -> None:
-    histories = Histories(torch.device("cpu"))
+    histories = Histories(torch.device("cpu"), UNLIMITED)
     requests = [Request([number, number]) for number in range(50)]
 
     assert known(histories, *requests) == [[number, number] for number in range(50)]

@@ -20,8 +20,16 @@ class Histories:
     Under overlap scheduling the scheduler learns of a token a step late: until then it is unknown.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
+        """Start with none.
+
+        Args:
+            device: The pool's.
+            max_bytes: How large the table of tokens may grow. Positions beyond what fits stay unknown, and nothing is
+                known of a step of more requests than fit.
+        """
         self._device = device
+        self._max_bytes = max_bytes
         self._tokens = torch.full((_FIRST_ROWS, _FIRST_WIDTH), -1, dtype=torch.int32, device=device)
         self._rows: dict[int, _Row] = {}
         self._free = list(range(_FIRST_ROWS))
@@ -30,32 +38,31 @@ class Histories:
     def num_bytes(self) -> int:
         return self._tokens.numel() * self._tokens.element_size()
 
-    def known_tokens(self, requests: Sequence[Any]) -> KnownTokens:
-        """The tokens of these requests of the scheduler, in the order of the step's rows."""
-        rows: list[int] = []
+    def known_tokens(self, requests: Sequence[Any]) -> KnownTokens | None:
+        """The tokens of these requests of the scheduler, in the order of the step's rows; None if they do not fit."""
+        rows = [row for request in requests if (row := self._row_of(request)) is not None]
+        if len(rows) < len(requests):
+            return None
+        self._widen(max((len(request.origin_input_ids) + len(request.output_ids) for request in requests), default=0))
+        width = self._tokens.shape[1]
         at_rows: list[int] = []
         at_columns: list[int] = []
         new: list[int] = []
-        longest = 0
-        for request in requests:
-            row = self._row_of(request)
-            rows.append(row.index)
+        for request, row in zip(requests, rows, strict=True):
             prompt, output = request.origin_input_ids, request.output_ids
-            length, known = len(prompt) + len(output), row.length
+            length, known = min(len(prompt) + len(output), width), row.length
             if length > known:
-                added = [*prompt[known:], *output[max(known - len(prompt), 0) :]]
+                added = [*prompt[known:length], *output[max(known - len(prompt), 0) : max(length - len(prompt), 0)]]
                 at_rows += [row.index] * len(added)
                 at_columns += range(known, length)
                 new += added
                 row.length = length
-            longest = max(longest, length)
-        self._widen(longest)
         if new:
             rows_at, columns_at, tokens = (self._on_device(values) for values in (at_rows, at_columns, new))
             self._tokens[rows_at, columns_at] = tokens.to(torch.int32)
-        return KnownTokens(tokens=self._tokens, rows=self._on_device(rows))
+        return KnownTokens(tokens=self._tokens, rows=self._on_device([row.index for row in rows]))
 
-    def _row_of(self, request: Any) -> _Row:
+    def _row_of(self, request: Any) -> _Row | None:
         row = self._rows.get(id(request))
         if row is not None and row.request() is request:
             return row
@@ -64,8 +71,10 @@ class Histories:
         if not self._free:
             for key in [key for key, row in self._rows.items() if row.request() is None]:
                 self._release(key)
-        if not self._free:
+        if not self._free and self._may_double():
             self._double_rows()
+        if not self._free:
+            return None
         row = self._rows[id(request)] = _Row(self._free.pop(), weakref.ref(request))
         return row
 
@@ -74,13 +83,16 @@ class Histories:
         self._tokens[row.index].fill_(-1)
         self._free.append(row.index)
 
+    def _may_double(self) -> bool:
+        return 2 * self.num_bytes <= self._max_bytes
+
     def _double_rows(self) -> None:
         count = self._tokens.shape[0]
         self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)])
         self._free.extend(range(count, 2 * count))
 
     def _widen(self, width: int) -> None:
-        while self._tokens.shape[1] < width:
+        while self._tokens.shape[1] < width and self._may_double():
             self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)], dim=1)
 
     def _on_device(self, values: list[int]) -> torch.Tensor:

@@ -36,6 +36,10 @@ _WEIGHT_UPDATES = (
 )
 
 
+# The histories may take 0.2 % of the pool's bytes.
+_POOL_BYTES_PER_HISTORY_BYTE = 500
+
+
 class WatchedRunner:
     """A model runner whose pool is watched."""
 
@@ -45,7 +49,8 @@ class WatchedRunner:
         self._pool = pool
         self._events = follow(allocators, self.part)
         with torch.inference_mode(False):
-            self._histories = Histories(canary.layout.device)
+            pool_bytes = sum(group.bytes_per_slot * group.num_slots for group in canary.layout.groups)
+            self._histories = Histories(canary.layout.device, pool_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
         self._audited = 0
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
