@@ -268,15 +268,21 @@ def shut_down() -> None:
 
 
 def _announce(layout: KVLayout) -> None:
-    """Say once for each pool that the agent is on; a server without log handlers shows it on standard error."""
+    """Say once for each pool that the agent is on."""
     layers = len({part.layer for group in layout.groups for part in group.parts})
     line = (
         f"kvcanary: watching pool {layout.pool} of {layout.engine} {layout.engine_version}".rstrip()
         + f": {layers} layers, {sum(group.num_slots for group in layout.groups)} slots, mode {settings().mode}, "
         f"content {settings().content}"
     )
-    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
-        log.info("%s", line)
+    _say(logging.INFO, line)
+
+
+def _say(level: int, line: str) -> None:
+    """Log a line that an operator must not miss; a server whose logging would drop it shows it on standard error."""
+    # A warning without any handler goes to standard error by itself.
+    if log.isEnabledFor(level) and (log.hasHandlers() or level >= logging.WARNING):
+        log.log(level, "%s", line)
     else:
         print(line, file=sys.stderr, flush=True)
 
@@ -287,9 +293,10 @@ def _new_canary(layout: KVLayout, sink: Sink) -> Canary:
         return Canary(layout, settings(), sink)
     from kvcanary_agent.faults.drills import DrillingCanary
 
-    log.warning(
-        "kvcanary: DRILL: KVCANARY_DRILL asks for a %s fault from step %d on in pool %s; it damages what is served",
-        *(drill.kind, drill.step, layout.pool),
+    _say(
+        logging.WARNING,
+        f"kvcanary: DRILL: KVCANARY_DRILL asks for a {drill.kind} fault from step {drill.step} on in pool "
+        f"{layout.pool}; it damages what is served",
     )
     return DrillingCanary(layout, settings(), sink, drill)
 
@@ -305,7 +312,7 @@ def not_covered(engine: str, subject: str, reason: str) -> None:
         return
     _already_said.add((engine, subject, reason))
     with contextlib.suppress(Exception):  # a log handler of the server's may raise, and coverage must fall even then
-        log.warning("kvcanary: not covering %s of %s: %s", subject, engine, reason)
+        _say(logging.WARNING, f"kvcanary: not covering {subject} of {engine}: {reason}")
     try:
         telemetry().coverage(engine, subject, False, reason)
     except Exception as error:

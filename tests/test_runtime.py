@@ -145,6 +145,18 @@ def test_a_server_without_log_handlers_sees_on_stderr_that_its_pool_is_watched(
     assert capsys.readouterr().err == "kvcanary: watching pool kv of e: 1 layers, 8 slots, mode log, content scrub\n"
 
 
+def test_a_server_that_logs_errors_alone_sees_on_stderr_what_is_watched_and_what_is_not(
+    telemetry: Coverage, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert runtime.open_canary(layout(not_covered={"layer 7": "of another kind"})) is not None
+    assert [line.partition(":")[2].split(" of ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        " watching pool kv",
+        " not covering layer 7",
+    ]
+    assert caplog.messages == []
+
+
 class Stepping:
     """An engine whose every step counts."""
 
