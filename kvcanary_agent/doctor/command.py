@@ -106,7 +106,8 @@ def _show_processes(report: dict[str, Any], screen: Screen) -> None:
     elif not any(process["covered"] for process in report["processes"]):
         screen.verdict(False, "no process has a pool that is watched")
     for process in report["processes"]:
-        words = f"pid {process['pid']} ({process.get('program', '')}{'' if process['running'] else ', ended'})"
+        state = f"as of {process['written']}" if process["running"] else "ended"
+        words = f"pid {process['pid']} ({process.get('program', '')}, {state})"
         if process["covered"] is None:
             screen.paragraph(f"{words}: no KV pool here")
         else:

@@ -100,6 +100,7 @@ class PoolTelemetry(Sink):
             layer = self._telemetry.tallies.bounded_layer(violation.layer)
             series = (str(violation.kind), layer, violation.part or "")
             tally.violations[series] = tally.violations.get(series, 0) + 1
+            self._telemetry.status_changed()
             found = FoundViolation(
                 violation=violation,
                 attributes=self._attributes,

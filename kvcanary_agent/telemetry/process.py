@@ -110,7 +110,7 @@ class Telemetry:
             pool: The pool that the subject belongs to, if it belongs to one.
         """
         self._tallies.coverage[(engine, pool, subject)] = (covered, "" if covered else reason)
-        self._status_changed()
+        self.status_changed()
         exporting = self._exporting
         if exporting is not None:
             exporting.request_export()
@@ -118,9 +118,10 @@ class Telemetry:
     def patched(self, engine: str, class_name: str, outcome: str) -> None:
         """States what became of patching a class of an engine; a later statement on the same class replaces it."""
         self._tallies.patches[(engine, class_name)] = outcome
-        self._status_changed()
+        self.status_changed()
 
-    def _status_changed(self) -> None:
+    def status_changed(self) -> None:
+        """Has the status file written soon, if there is one."""
         if self._status is not None:
             self._status.changed()
 
