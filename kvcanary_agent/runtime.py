@@ -63,7 +63,7 @@ def settings() -> Settings:
     if _settings is None:
         _settings, complaints = Settings.tolerant(os.environ)
         for complaint in complaints:
-            log.warning("kvcanary: %s; the default is used", complaint)
+            log.warning("kvcanary: ignored: %s", complaint)
     return _settings
 
 

@@ -87,14 +87,39 @@ def instrumented(environ: "Mapping[str, str]", adapters: "Sequence[str]" = ()) -
     if adapters:
         # A process of the server may have another working directory.
         for entry in adapters:
-            if entry.endswith(".py") and not os.path.isfile(entry):
-                raise LaunchError(f"KVCANARY_ADAPTERS names {entry!r}, but there is no such file", 2)
+            if entry.endswith(".py"):
+                _check_adapter(entry)
         absolute = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in adapters)
         changed["KVCANARY_ADAPTERS"] = ",".join(absolute)
     for name in _FOLDERS:
         if environ.get(name, "").strip():
-            changed[name] = os.path.abspath(environ[name].strip())
+            changed[name] = _folder(name, os.path.abspath(environ[name].strip()))
     return changed
+
+
+def _check_adapter(file: str) -> None:
+    try:
+        with open(file, "rb") as source:
+            compile(source.read(), file, "exec")
+    except FileNotFoundError:
+        raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}, but there is no such file", 2) from None
+    except OSError as error:
+        raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}, which cannot be read: {error.strerror}", 2) from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}, which is no Python{line}: {words}", 2) from None
+
+
+def _folder(name: str, path: str) -> str:
+    """The same path, now of a folder that can be written to."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{name}={path!r} cannot be a folder: {error.strerror}", 2) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise LaunchError(f"{name}={path!r} cannot be written to; give a folder that the server may write to", 2)
+    return path
 
 
 def template_folder() -> str:

@@ -127,6 +127,30 @@ def test_the_process_id_is_the_programs_and_a_signal_reaches_it(processes: Proce
         assert process.wait(timeout=60) == -signal.SIGTERM
 
 
+def test_an_adapter_file_that_is_no_python_is_one_line_and_exit_2(processes: Processes, tmp_path: Path) -> None:
+    adapter = tmp_path / "mine.py"
+    adapter.write_text("x = 1\ntargets = ('engine',\n")
+    run = processes.launch("run", "-c", "print('started')", KVCANARY_ADAPTERS=str(adapter))
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith(
+        f"kvcanary-agent: KVCANARY_ADAPTERS names {str(adapter)!r}, which is no Python, line 2: "
+    )
+
+
+@pytest.mark.parametrize("name", ["KVCANARY_INCIDENT_DIR", "KVCANARY_STATUS_DIR"])
+def test_a_folder_is_there_when_the_program_starts_or_it_does_not_start(
+    processes: Processes, tmp_path: Path, name: str
+) -> None:
+    wanted = tmp_path / "new" / "folder"
+    assert processes.launch("run", "-c", "print('started')", **{name: str(wanted)}).stdout == "started\n"
+    assert wanted.is_dir()
+    file = tmp_path / "file"
+    file.touch()
+    run = processes.launch("run", "-c", "print('started')", **{name: str(file)})
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == f"kvcanary-agent: {name}={str(file)!r} cannot be a folder: File exists\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGXFSZ])
 def test_a_program_dies_of_a_closed_pipe_and_a_full_file_as_without_the_launcher(
     processes: Processes, number: signal.Signals
