@@ -206,6 +206,7 @@ def test_token_ids_are_hashes_unless_revealed(tmp_path: Path, monkeypatch: pytes
     from kvcanary_agent import runtime
 
     token = 123456789
+    runtime.shut_down()  # settings that an earlier pool of this process has been opened with
     for reveal in ("0", "1"):
         monkeypatch.setenv("KVCANARY_INCIDENT_DIR", str(tmp_path / reveal))
         monkeypatch.setenv("KVCANARY_REVEAL_TOKENS", reveal)
