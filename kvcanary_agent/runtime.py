@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import sys
@@ -38,6 +39,7 @@ __all__ = [
     "recorded_forward",
     "shut_down",
     "telemetry",
+    "unexpected_methods",
     "watched_forward",
 ]
 
@@ -104,6 +106,23 @@ def patch_class(engine: str, cls: type, arounds: Mapping[str, Around]) -> bool:
         return False
     telemetry().patched(engine, name, "patched")
     return True
+
+
+def unexpected_methods(cls: type, expected: Mapping[str, tuple[str, ...]]) -> str | None:
+    """What is missing or different in an engine's class, in words, or None.
+
+    Args:
+        cls: The class.
+        expected: Method name -> names of its leading parameters after ``self``.
+    """
+    for name, wanted in expected.items():
+        method = getattr(cls, name, None)
+        if method is None:
+            return f"{cls.__qualname__} has no method {name}"
+        found = tuple(inspect.signature(method).parameters)[1:]
+        if found[: len(wanted)] != wanted:
+            return f"{cls.__qualname__}.{name} takes ({', '.join(found)}), wanted ({', '.join(wanted)}, ...)"
+    return None
 
 
 class _Call:

@@ -89,7 +89,7 @@ class Canary:
             + sum(checks.num_bytes for checks in self._checks)
             + sum(ownership.num_bytes for ownership in self._ownership)
             + sum(occupancy.num_bytes for occupancy in self._occupancy),
-            sum(group.bytes_per_slot * group.num_slots for group in layout.groups),
+            layout.num_bytes,
         )
 
     @property

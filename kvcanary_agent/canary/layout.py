@@ -115,6 +115,11 @@ class KVLayout:
             _check_group(self.pool, group)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that all parts of all slots take."""
+        return sum(group.bytes_per_slot * group.num_slots for group in self.groups)
+
+    @property
     def device(self) -> torch.device:
         return self.groups[0].device
 

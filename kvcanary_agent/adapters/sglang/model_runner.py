@@ -5,7 +5,6 @@ Written against SGLang 0.5.23; the methods and their parameters are checked befo
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -49,8 +48,7 @@ class WatchedRunner:
         self._pool = pool
         self._events = follow(allocators, self.part)
         with torch.inference_mode(False):
-            pool_bytes = sum(group.bytes_per_slot * group.num_slots for group in canary.layout.groups)
-            self._histories = Histories(canary.layout.device, pool_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
+            self._histories = Histories(canary.layout.device, canary.layout.num_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
         self._audited = 0
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
@@ -105,7 +103,7 @@ def _watched_of(runner: object) -> WatchedRunner | None:
 
 def patch_model_runner(cls: type) -> None:
     """Patch ``ModelRunner``; say why not if it is not the class that this adapter knows."""
-    problem = _unexpected(cls)
+    problem = runtime.unexpected_methods(cls, _PATCH_POINTS)
     if problem is not None:
         runtime.not_covered("sglang", "model runner", problem)
         return
@@ -137,18 +135,6 @@ def patch_scheduler(cls: type) -> None:
 def patch_forward_batch(cls: type) -> None:
     """Patch ``ForwardBatch``, whose making sees the scheduler's requests."""
     runtime.patch_class("sglang", cls, {"init_new": _around_init_new})
-
-
-def _unexpected(cls: type) -> str | None:
-    """What is missing or different in ``cls``, or None."""
-    for name, wanted in _PATCH_POINTS.items():
-        method = getattr(cls, name, None)
-        if method is None:
-            return f"{cls.__qualname__} has no method {name}"
-        found = tuple(inspect.signature(method).parameters)[1:]
-        if found[: len(wanted)] != wanted:
-            return f"{cls.__qualname__}.{name} takes ({', '.join(found)}), wanted ({', '.join(wanted)}, ...)"
-    return None
 
 
 def _around_init_pool(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:

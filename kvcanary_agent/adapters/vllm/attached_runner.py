@@ -6,7 +6,6 @@ between, each generation's own subclass of `AttachedRunner` describes the steps.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -167,7 +166,7 @@ def patch_runner(
         expected: Method -> its leading parameters after ``self``, which the arounds rely on.
         arounds: Method -> what runs instead.
     """
-    problem = unexpected_methods(cls, expected)
+    problem = runtime.unexpected_methods(cls, expected)
     if problem is None:
         runtime.patch_class("vllm", cls, arounds)
         return
@@ -183,18 +182,6 @@ def patch_runner(
         runtime.patch_class("vllm", cls, {"initialize_kv_cache": around_initialize_unknown})
     else:
         runtime.not_covered("vllm", generation, problem)
-
-
-def unexpected_methods(cls: type, expected: Mapping[str, tuple[str, ...]]) -> str | None:
-    """What is missing or different in ``cls``, or None."""
-    for name, wanted in expected.items():
-        method = getattr(cls, name, None)
-        if method is None:
-            return f"{cls.__qualname__} has no method {name}"
-        found = tuple(inspect.signature(method).parameters)[1:]
-        if found[: len(wanted)] != wanted:
-            return f"{cls.__qualname__}.{name} takes ({', '.join(found)}), wanted ({', '.join(wanted)}, ...)"
-    return None
 
 
 def export_coverage() -> None:

@@ -64,8 +64,7 @@ class AttachedV1Runner(AttachedRunner):
         self._has_tokens = not runner.enable_prompt_embeds
         self._histories: Histories | None = None
         if self._has_tokens and not self._runner_has_histories:
-            pool_bytes = sum(group.bytes_per_slot * group.num_slots for group in pool.layout.groups)
-            self._histories = Histories(runner.device, pool_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
+            self._histories = Histories(runner.device, pool.layout.num_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
         self._armed_tokens: int | None = None
         self._step: ForwardStep | None = None
 

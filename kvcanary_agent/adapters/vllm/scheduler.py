@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from kvcanary_agent import runtime
 from kvcanary_agent.activation.patching import Around
-from kvcanary_agent.adapters.vllm.attached_runner import unexpected_methods
 from kvcanary_agent.adapters.vllm.events import Action, BlockEvent, ExternalLoad, StepEvents, attach
 from kvcanary_agent.adapters.vllm.pool import engine_version
 from kvcanary_agent.canary.allocator import AllocatorCanary, AllocatorLayout
@@ -239,7 +238,7 @@ def _patch(
     cls: type, points: Mapping[str, tuple[str, ...]], if_there: Mapping[str, tuple[str, ...]] | None = None
 ) -> None:
     points = {**points, **{name: wanted for name, wanted in (if_there or {}).items() if hasattr(cls, name)}}
-    problem = unexpected_methods(cls, points)
+    problem = runtime.unexpected_methods(cls, points)
     if problem is not None:
         runtime.not_covered("vllm", "allocator", problem)
     if problem is not None or not runtime.patch_class("vllm", cls, {name: _AROUNDS[name] for name in points}):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvcanary_agent.adapters.vllm import model_runner, v2_model_runner
-from kvcanary_agent.adapters.vllm.attached_runner import unexpected_methods
 from kvcanary_agent.adapters.vllm.pool import NotCovered
 from kvcanary_agent.adapters.vllm.versions import V1, V2, Minor, refuse_unknown_version
+from kvcanary_agent.runtime import unexpected_methods
 from tests.engines.vllm.harness import READ_AT_LEAST, Engine, checked
 from tests.engines.vllm.releases import runnable, source_of
 
