@@ -6,8 +6,8 @@ an engine turns up, or is there already.
 """
 
 import sys
-from _frozen_importlib import ModuleSpec, module_from_spec, spec_from_loader
-from _frozen_importlib_external import spec_from_file_location
+from _frozen_importlib import ModuleSpec, spec_from_loader
+from _frozen_importlib_external import SourceFileLoader
 from _thread import allocate_lock
 
 TYPE_CHECKING = False
@@ -117,7 +117,7 @@ class TargetFinder:
         if spec is not None and spec.loader is not None:
             try:
                 if self._watch is None:
-                    self._watch = _execute("activation/notifying_loader.py").watch
+                    self._watch = execute("activation/notifying_loader.py").watch
                 self._watch(spec, self._on_import)
             except Exception as error:
                 complain(f"{name} is not watched: {type(error).__name__}: {error}")
@@ -142,18 +142,18 @@ class TargetFinder:
 
 def builtin_targets() -> "dict[str, str]":
     """Each target module, and the adapter module that patches it: the table in ``adapters/targets.py``."""
-    targets: dict[str, str] = _execute("adapters/targets.py").BUILTIN
+    targets: dict[str, str] = execute("adapters/targets.py").BUILTIN
     return targets
 
 
-def _execute(file: str) -> "Any":
+def execute(file: str) -> "Any":
     """What a file of this package defines, executed apart from the import system, its search and its locks."""
-    path = f"{__path__[0]}/{file}"
-    spec = spec_from_file_location(f"{__name__}.{file[:-3].replace('/', '.')}", path)
-    assert spec is not None, f"{path} is Python source"
-    assert spec.loader is not None, f"{path} is Python source"
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    name = f"{__name__}.{file[:-3].replace('/', '.')}"
+    module: Any = type(sys)(name)
+    module.__file__ = f"{__path__[0]}/{file}"
+    code = SourceFileLoader(name, module.__file__).get_code(name)
+    assert code is not None, f"{file} is Python source"
+    exec(code, module.__dict__)
     return module
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvcanary_agent import __version__
+from kvcanary_agent import __version__, execute
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
 
 def _run(arguments: list[str]) -> int:
-    from kvcanary_agent.activation import launcher
-
-    return launcher.main(arguments)
+    status: int = execute("activation/launcher.py").main(arguments)
+    return status
 
 
 def _enable(arguments: list[str]) -> int:
@@ -55,7 +54,8 @@ def _doctor(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
-# Each imports what it needs when it is chosen, and this file nothing: `run` must not wait.
+# Each imports what it needs when it is chosen, and this file nothing: `run` must not wait, not even for the search that
+# an import is.
 COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
     "run": (_run, "run a program with the agent in it"),
     "enable": (_enable, "load the agent in every process of this Python environment"),

@@ -497,7 +497,7 @@ def test_where_the_loader_cannot_be_replaced_the_import_goes_on_unwatched(
     def fail(file: str) -> None:
         raise OSError("no such file")
 
-    monkeypatch.setattr("kvcanary_agent._execute", fail)
+    monkeypatch.setattr("kvcanary_agent.execute", fail)
     write(folder, "target.py", "value = 1\n")
     with hooked("target") as announced:
         assert importlib.import_module("target").value == 1

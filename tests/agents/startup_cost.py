@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
@@ -52,24 +53,53 @@ print((min(seconds() for _ in range(5)) - plain) * 1e6)
 """
 
 
+# The command that pip, since its version 25.2, puts beside the interpreter for an entry point: without importing re.
+COMMAND = """\
+#!{python}
+import sys
+from kvcanary_agent.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
 def environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "PYTHON", "OTEL_"))}
     return {**kept, **changes}
 
 
-def commands() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """What is compared: the words before ``-c CODE``, and the environment."""
+def commands(command: pathlib.Path) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """What is compared, with `command` as ``kvcanary-agent``: the words before ``-c CODE``, and the environment."""
     door = environment(PYTHONPATH=str(TEMPLATE))
+    checkout = environment(PYTHONPATH=str(ROOT))
     listed = {
         "python": ([PYTHON], environment()),
         "sitecustomize_template, KVCANARY_ENABLED=0": ([PYTHON], door),
         "sitecustomize_template, KVCANARY_ENABLED=1": ([PYTHON], {**door, "KVCANARY_ENABLED": "1"}),
-        "kvcanary_agent run": ([PYTHON, "-m", "kvcanary_agent", "run"], environment(PYTHONPATH=str(ROOT))),
+        "kvcanary-agent run": ([str(command), "run"], checkout),
+        "python -m of a package that does nothing else": (
+            [PYTHON, "-m", "empty_package"],
+            environment(PYTHONPATH=str(command.parent)),
+        ),
+        "python -m kvcanary_agent run": ([PYTHON, "-m", "kvcanary_agent", "run"], checkout),
     }
     for name, (words, _) in NEIGHBOURS.items():
         program = str(pathlib.Path(PYTHON).with_name(words[0]))
         listed[name] = ([program, *words[1:], PYTHON], environment(**SETTINGS))
     return listed
+
+
+def write_programs(folder: pathlib.Path) -> pathlib.Path:
+    """Write the installed command, which is returned, and a package that only starts Python with its arguments."""
+    package = folder / "empty_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    become = "import os, sys; os.execve(sys.executable, [sys.executable, *sys.argv[1:]], dict(os.environ))"
+    (package / "__main__.py").write_text(f"{become}\n")
+    command = folder / "kvcanary-agent"
+    command.write_text(COMMAND.format(python=PYTHON))
+    command.chmod(0o755)
+    return command
 
 
 def run(words: list[str], environ: dict[str, str], code: str) -> float:
@@ -88,10 +118,12 @@ def counts(words: list[str], environ: dict[str, str]) -> tuple[int, int]:
 
 
 def interleaved(cases: dict[str, tuple[list[str], dict[str, str]]], runs: int) -> dict[str, float]:
-    """Median seconds of each."""
+    """Median seconds of each. In another order in each round: who comes after a large program finds caches cold."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    shuffled = random.Random(0)
     for number in range(runs + 1):
-        for name, (words, environ) in cases.items():
+        for name in shuffled.sample(list(cases), len(cases)):
+            words, environ = cases[name]
             taken = run(words, environ, "pass")
             if number:  # the first one writes bytecode
                 seconds[name].append(taken)
@@ -108,19 +140,20 @@ def microseconds(code: str, environ: dict[str, str], runs: int = 5) -> float:
 
 
 def main() -> None:
-    cases = commands()
-    seconds = interleaved(cases, RUNS)
-    plain = seconds["python"]
-    version = ".".join(map(str, sys.version_info[:3]))
-    print(f"Python {version}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; plain: {plain * 1e3:.1f} ms\n")
-    print("| | times plain Python | modules | threads |\n|---|---|---|---|")
-    for name, case in cases.items():
-        modules, threads = counts(*case)
-        print(f"| {name} | {seconds[name] / plain:.2f} | {modules} | {threads} |")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        cases = commands(write_programs(folder))
+        seconds = interleaved(cases, RUNS)
+        plain = seconds["python"]
+        version = ".".join(map(str, sys.version_info[:3]))
+        print(f"Python {version}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; plain: {plain * 1e3:.1f} ms\n")
+        print("| | times plain Python | modules | threads |\n|---|---|---|---|")
+        for case_name, case in cases.items():
+            modules, threads = counts(*case)
+            print(f"| {case_name} | {seconds[case_name] / plain:.2f} | {modules} | {threads} |")
         for number in range(2000):
-            pathlib.Path(folder, f"empty_{number}.py").touch()
-        code = IMPORTS.format(folder=folder)
+            (folder / f"empty_{number}.py").touch()
+        code = IMPORTS.format(folder=str(folder))
         door = cases["sitecustomize_template, KVCANARY_ENABLED=1"][1]
         pairs = [(microseconds(code, cases["python"][1], 1), microseconds(code, door, 1)) for _ in range(7)]
         print(f"\nan import: {statistics.median(on - off for off, on in pairs[1:]):+.2f} us")
