@@ -69,6 +69,11 @@ class Exporting:
         tickets = [(flusher, flusher.request(urgent=True)) for flusher in self._flushers]
         return all(flusher.wait(ticket, deadline) for flusher, ticket in tickets) and reported
 
+    def wait_for_first_exports(self, timeout_s: float) -> bool:
+        """Waits while an exporter's first export runs; False if that takes longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        return all(flusher.wait_for_first(deadline) for flusher in self._flushers)
+
     def finish(self, timeout_s: float, report_timeout_s: float) -> None:
         """Exports what is left at the end of the process.
 

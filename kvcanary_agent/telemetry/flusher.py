@@ -40,6 +40,7 @@ class Flusher:
         self._urgent = 0
         self._done = 0
         self._waiting_since: float | None = None
+        self._in_first_flush = False
         self._closing = False
         self._failures = Failures()
         self._thread = threading.Thread(target=self._run, name=f"kvcanary-{signal}", daemon=True)
@@ -72,6 +73,11 @@ class Flusher:
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= ticket, max(0.0, deadline - time.monotonic()))
 
+    def wait_for_first(self, deadline: float) -> bool:
+        """Waits while the first export runs, but not beyond ``deadline``; whether none runs any more."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._in_first_flush, max(0.0, deadline - time.monotonic()))
+
     @property
     def waiting_since(self) -> float | None:
         """Since when, at the latest, something waits to be exported (monotonic seconds); None if nothing does."""
@@ -90,6 +96,7 @@ class Flusher:
 
     def _run(self) -> None:
         earliest = time.monotonic()
+        first = True
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._requested > self._done or self._closing, self._interval_s):
@@ -98,11 +105,14 @@ class Flusher:
                 target = self._requested
                 if self._closing and target == self._done:
                     break
+                self._in_first_flush = first
+            first = False
             started = time.monotonic()
             earliest = started + MIN_GAP_S
             self._attempt(self._flush)
             with self._changed:
                 self._done = target
+                self._in_first_flush = False
                 self._waiting_since = None if target == self._requested else started
                 self._changed.notify_all()
         self._attempt(self._shut_down)

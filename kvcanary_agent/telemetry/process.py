@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ EXIT_TIMEOUT_S = 0.2
 REPORT_TIMEOUT_S = 2.0
 """The end of the process waits for a report to be exported until the report is so old, if that is longer."""
 
+FORK_TIMEOUT_S = 0.5
+"""The longest that a fork waits, once in a process, for exporters that are in their first export."""
+
 _inherited: list[Exporting] = []
 """What forked children got from their parents: kept, because destructors would use connections that the parent uses."""
 
@@ -39,8 +43,8 @@ class Telemetry:
 
     After a fork the child discards what it inherited, unflushed, and builds its own when its first pool reports. One
     thing cannot be discarded: a module that a thread of the parent was importing at that moment, as exporters do in
-    their first export, can never be imported in the child (CPython keeps its lock). The child's exports may then hang;
-    its steps do not.
+    their first export, can never be imported in the child (CPython keeps its lock). So a fork waits for first exports,
+    for at most :data:`FORK_TIMEOUT_S`. Where that is not enough the child's exports may hang; its steps do not.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -50,6 +54,7 @@ class Telemetry:
         self._lock = threading.Lock()
         self._exporting: Exporting | None = None
         self._start_failed = False
+        self._forks_wait = True
         self._resource_attributes: dict[str, str | int] = {
             semconv.MODE: str(settings.mode),
             semconv.CONTENT: str(settings.content),
@@ -58,15 +63,10 @@ class Telemetry:
         self._failures = Failures()
         if self._status is not None:
             atexit.register(self._write_status)
-        forget = weakref.WeakMethod(self._start_over_after_fork)
-
-        def after_fork_in_child() -> None:
-            method = forget()
-            if method is not None:
-                method()
-
         # Registered before any OpenTelemetry object exists, so that it runs in the child before the SDK's own handlers.
-        os.register_at_fork(after_in_child=after_fork_in_child)
+        os.register_at_fork(
+            before=_while_alive(self._wait_before_fork), after_in_child=_while_alive(self._start_over_after_fork)
+        )
 
     def open_pool(
         self,
@@ -185,6 +185,10 @@ class Telemetry:
         if self._exporting is not None:
             self._exporting.finish(EXIT_TIMEOUT_S, REPORT_TIMEOUT_S)
 
+    def _wait_before_fork(self) -> None:
+        if self._exporting is not None and self._forks_wait:
+            self._forks_wait = self._exporting.wait_for_first_exports(FORK_TIMEOUT_S)
+
     def _start_over_after_fork(self) -> None:
         # A forked child has one thread here. Locks that other threads held are replaced, not taken.
         self._lock = threading.Lock()
@@ -192,6 +196,19 @@ class Telemetry:
             _inherited.append(self._exporting)
         self._exporting = None
         self._start_failed = False
+        self._forks_wait = True
         self._tallies.forget_pools()
         for pool in list(self._pools):
             pool.detach()
+
+
+def _while_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a bound method as long as its object exists, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call

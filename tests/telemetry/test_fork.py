@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.otlp_receiver import HttpOtlpReceiver, Log, Point, Span
 from tests.telemetry.conftest import StartChild
 
@@ -205,3 +207,57 @@ os.wait()
 """
     out, errors = start_child(program).communicate(timeout=120)
     assert out == "True\n", errors
+
+
+# The first export imports a module that takes a while, as exporters' libraries do, and tells when it has begun.
+SLOW_FIRST_EXPORT = """
+import os, sys, threading, time
+from tests.telemetry.samples import finish_pass, open_pool, violation
+from kvcanary_agent.telemetry.exporting import Exporting
+
+sys.path.insert(0, os.environ["SLOW_MODULE"])
+flush, begun = Exporting._flush, threading.Event()
+def slow(self, signal):
+    begun.set()
+    import slow_module
+    flush(self, signal)
+Exporting._flush = slow
+telemetry, pool = open_pool()
+finish_pass(pool, violation(slot=1))
+assert begun.wait(10)
+"""
+
+
+def test_a_child_forked_in_its_parents_first_export_can_export(
+    receiver: HttpOtlpReceiver, start_child: StartChild, tmp_path: Path
+) -> None:
+    program = f"""{SLOW_FIRST_EXPORT}
+child = os.fork()
+if child == 0:
+    finish_pass(pool, violation(slot=2))
+    os._exit(0 if telemetry.flush(10) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    (tmp_path / "slow_module.py").write_text("import time; time.sleep(0.2)")
+    out, errors = start_child(program, SLOW_MODULE=str(tmp_path)).communicate(timeout=60)
+    assert out == "0\n", errors
+    assert 2 in [log.attributes["kvcanary.slot"] for log in receiver.logs]
+
+
+def test_a_first_export_that_hangs_holds_up_one_fork_for_half_a_second(start_child: StartChild, tmp_path: Path) -> None:
+    program = f"""{SLOW_FIRST_EXPORT}
+for attempt in range(5):
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(time.monotonic() - start)
+os._exit(0)
+"""
+    (tmp_path / "slow_module.py").write_text("import time; time.sleep(30)")
+    out, errors = start_child(program, SLOW_MODULE=str(tmp_path)).communicate(timeout=60)
+    assert out, errors
+    first, *others = (float(line) for line in out.split())
+    assert first >= 0.5
+    assert sorted(others)[1] < 0.5
