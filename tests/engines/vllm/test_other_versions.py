@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.harness import HERE, ROOT, Engine
+from tests.engines.stand_ins import serve_with
+from tests.engines.vllm.harness import HERE, Engine
+
+MODULE = "vllm.v1.worker.gpu_model_runner"
 
 KNOWN_METHODS = """
     def initialize_kv_cache(self, kv_cache_config, is_profiling=False): pass
@@ -18,32 +18,6 @@ KNOWN_METHODS = """
     def _model_forward(self, input_ids=None, positions=None, **kwargs): return "output"
     def shutdown(self): pass
 """
-
-
-def run_with_stand_in(folder: Path, source: str) -> str:
-    """What a program prints that imports a stand-in for vLLM's model runner and uses it, with the agent."""
-    package = folder / "vllm" / "v1" / "worker"
-    package.mkdir(parents=True)
-    for parent in (package, package.parent, package.parent.parent):
-        (parent / "__init__.py").touch()
-    (package / "gpu_model_runner.py").write_text(source)
-    program = folder / "program.py"
-    program.write_text(
-        "import logging; logging.basicConfig()\n"
-        "from vllm.v1.worker import gpu_model_runner\n"
-        "print(gpu_model_runner.serve())\n"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-m", "kvcanary_agent", "run", program],
-        cwd=ROOT,
-        env={**os.environ, "OTEL_SDK_DISABLED": "true"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-    )
-    return finished.stdout
 
 
 @pytest.mark.parametrize(
@@ -69,12 +43,11 @@ def serve():
         GPUModelRunner().initialize_kv_cache(None)
     return "served"
 """
-    output = run_with_stand_in(tmp_path, source + serve)
+    warnings, last = serve_with(tmp_path, MODULE, source + serve)
 
-    warnings = [line for line in output.splitlines() if "kvcanary" in line]
     assert len(warnings) == 1
     assert reason in warnings[0]
-    assert output.endswith("served\n")
+    assert last == "served"
 
 
 def test_a_runner_whose_pool_cannot_be_described_serves_without_the_agent(tmp_path: Path) -> None:
@@ -90,12 +63,11 @@ def test_a_runner_whose_pool_cannot_be_described_serves_without_the_agent(tmp_pa
         )
     )
 
-    output = run_with_stand_in(tmp_path, source)
+    warnings, last = serve_with(tmp_path, MODULE, source)
 
-    warnings = [line for line in output.splitlines() if "kvcanary" in line]
     assert len(warnings) == 1
     assert "not covering" in warnings[0]
-    assert output.endswith("output\n")
+    assert last == "output"
 
 
 def test_a_real_engine_with_an_unknown_method_serves_with_coverage_0(engine: Engine) -> None:
