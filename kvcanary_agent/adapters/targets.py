@@ -8,6 +8,8 @@ BUILTIN: dict[str, str] = {
     "sglang.srt.managers.scheduler": "kvcanary_agent.adapters.sglang",
     "sglang.srt.mem_cache.allocator.token": "kvcanary_agent.adapters.sglang",
     "sglang.srt.mem_cache.allocator.paged": "kvcanary_agent.adapters.sglang",
+    "sglang.srt.managers.cache_controller": "kvcanary_agent.adapters.sglang",
+    "sglang.srt.mem_cache.pool_host.base": "kvcanary_agent.adapters.sglang",
     "vllm.v1.core.block_pool": "kvcanary_agent.adapters.vllm",
     "vllm.v1.core.kv_cache_manager": "kvcanary_agent.adapters.vllm",
     "vllm.v1.core.sched.scheduler": "kvcanary_agent.adapters.vllm",

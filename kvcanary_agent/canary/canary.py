@@ -189,10 +189,20 @@ class Canary:
         src, dst = lists_to_device([src_blocks, dst_blocks], records.device)
         records.put_into(dst, records.taken_from(src))
 
-    def stored(self, key: Hashable, blocks: Sequence[int], *, group: int = 0) -> None:
-        """A copy of these blocks to another tier begins: what their records say now is kept under ``key``."""
+    def stored(self, key: Hashable, blocks: Sequence[int] | torch.Tensor, *, group: int = 0) -> None:
+        """A copy of these blocks to another tier begins: what their records say now is kept under ``key``.
+
+        Args:
+            key: Of the copy.
+            blocks: Block numbers, on the host or as ``[n]`` int64 on the pool's device.
+            group: Which group of layers.
+        """
         self._settle()
-        self._stored[group].keep(key, to_device(blocks, self.layout.device))
+        self._stored[group].keep(key, self._at(blocks))
+
+    def discarded(self, key: Hashable, *, group: int = 0) -> None:
+        """The copy under ``key`` is gone from its tier, or about to be overwritten there."""
+        self._stored[group].drop(key)
 
     def has_stored(self, key: Hashable, *, group: int = 0) -> bool:
         """Whether `stored` has kept something under ``key`` that is not forgotten."""
@@ -201,8 +211,9 @@ class Canary:
     def loaded(
         self,
         key: Hashable,
-        blocks: Sequence[int],
+        blocks: Sequence[int] | torch.Tensor,
         *,
+        picked: Sequence[int] | None = None,
         group: int = 0,
         request: str | None = None,
         complete: bool = True,
@@ -212,25 +223,34 @@ class Canary:
         Call it when the copy has completed. What came under a key that is not known, or not any more, is not judged
         until it is written anew. A copy that goes on during the forward that reads it is told of twice: before the
         forward with ``complete`` False, so that its tokens are known but no bytes are compared, and after it.
+
+        Args:
+            key: Of the copy.
+            blocks: Block numbers, on the host or as ``[n]`` int64 on the pool's device.
+            picked: Which of the blocks that were stored under ``key`` each of them is; None: the first ones, in order.
+            group: Which group of layers.
+            request: For whom it came, if that is known; only of blocks that are given on the host.
+            complete: Whether the copy has ended.
         """
-        self._logs[group].note(self._step, "loaded", request, blocks)
-        if self._reporter.reports_ownership and request is not None:
-            self._misused(group, self._ownership[group].loaded(blocks, request))
+        if not isinstance(blocks, torch.Tensor):
+            self._logs[group].note(self._step, "loaded", request, blocks)
+            if self._reporter.reports_ownership and request is not None:
+                self._misused(group, self._ownership[group].loaded(blocks, request))
         self._settle()
-        at = to_device(blocks, self.layout.device)
-        if self._stored[group].restore(key, at):
+        at = self._at(blocks)
+        if self._stored[group].restore(key, at, None if picked is None else to_device(picked, self.layout.device)):
             self._came_back(group, at, request, complete)
         else:
-            self.arriving(blocks, group=group)
+            self.arriving(at, group=group)
 
-    def arriving(self, blocks: Sequence[int], *, group: int = 0) -> None:
+    def arriving(self, blocks: Sequence[int] | torch.Tensor, *, group: int = 0) -> None:
         """A copy from another tier into these blocks is under way: nobody knows what they hold.
 
         They are not judged before `loaded` or `adopted` tells of the copy's end, or they are written anew.
         """
         self._settle()
-        records, at = self._records[group], to_device(blocks, self.layout.device)
-        records.generation.view(-1, records.block_size).index_fill_(0, at, UNKNOWN)
+        records = self._records[group]
+        records.generation.view(-1, records.block_size).index_fill_(0, self._at(blocks), UNKNOWN)
         records.has_unknown = True
 
     def adopted(
@@ -282,6 +302,10 @@ class Canary:
         if not bool((current & (records.fingerprinted.view(-1, records.block_size)[at] == 1)).all()):
             return None
         return records.fingerprints_by_block[:, at].cpu()
+
+    def _at(self, blocks: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Block numbers as ``[n]`` int64 on the pool's device."""
+        return blocks if isinstance(blocks, torch.Tensor) else to_device(blocks, self.layout.device)
 
     def _came_back(self, group: int, blocks: torch.Tensor, request: str | None, complete: bool) -> None:
         if not complete:

@@ -32,7 +32,7 @@ class StoredRecords:
 
     def keep(self, key: Hashable, blocks: torch.Tensor) -> None:
         """Remember the records of ``blocks``, ``[n]`` int64."""
-        self._drop(key)
+        self.drop(key)
         records = self._records
         kept = self._kept[key] = records.taken_from(blocks)
         self._on_device[key] = None
@@ -43,18 +43,28 @@ class StoredRecords:
             self._device_slots -= self._kept[oldest].num_slots
             self._kept[oldest] = self._kept[oldest].in_host_memory()
         while self._slots > _TIERS * records.num_slots:
-            self._drop(next(iter(self._kept)))
+            self.drop(next(iter(self._kept)))
 
-    def restore(self, key: Hashable, blocks: torch.Tensor) -> bool:
-        """Make what was kept under ``key`` the records of ``blocks``; whether anything was."""
+    def restore(self, key: Hashable, blocks: torch.Tensor, picked: torch.Tensor | None = None) -> bool:
+        """Make what was kept under ``key`` the records of ``blocks``; whether anything was.
+
+        Args:
+            key: Of the copy.
+            blocks: ``[n]`` int64.
+            picked: ``[n]`` int64: which of the kept blocks each of them is; None: the first ones, in order.
+        """
         kept = self._kept.get(key)
         if kept is None:
             return False
+        if picked is not None:
+            self._records.put_into(blocks, kept.on(self._records.device).picked(picked))
+            return True
         blocks = blocks[: kept.table.shape[0]]
         self._records.put_into(blocks, kept.first(blocks.shape[0]).on(self._records.device))
         return True
 
-    def _drop(self, key: Hashable) -> None:
+    def drop(self, key: Hashable) -> None:
+        """Forget what was kept under ``key``."""
         kept = self._kept.pop(key, None)
         if kept is None:
             return

@@ -56,6 +56,12 @@ class BlockRecords:
             table=self.table[:blocks], valid=self.valid[:blocks], fingerprints=self.fingerprints[:, :blocks]
         )
 
+    def picked(self, blocks: torch.Tensor) -> BlockRecords:
+        """Those of ``[n]`` int64 blocks, counted from the first."""
+        return BlockRecords(
+            table=self.table[blocks], valid=self.valid[blocks], fingerprints=self.fingerprints[:, blocks]
+        )
+
     def in_host_memory(self) -> BlockRecords:
         """The same in host memory, good for nothing but to be copied back until the device has arrived here."""
         return self._each(to_host)

@@ -1,8 +1,9 @@
 """SGLang: the scheduler's process, which holds the model runner, its pool, the allocators and the requests.
 
 `model_runner` patches the runner and the scheduler, `steps` says what its batches mean, `pool` describes its pool,
-`histories` keeps the requests' tokens, `allocator` follows what is handed out and taken back, and `prefix_cache` lists
-what the radix tree holds.
+`histories` keeps the requests' tokens, `allocator` follows what is handed out and taken back, `host_tier` what is
+copied to host memory and back, `events` keeps both until the next step, and `prefix_cache` lists what the radix tree
+holds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from types import ModuleType
 
 from kvcanary_agent import runtime
 from kvcanary_agent.adapters.sglang.allocator import patch_paged_allocator, patch_token_allocator
+from kvcanary_agent.adapters.sglang.host_tier import patch_cache_controller, patch_host_pool
 from kvcanary_agent.adapters.sglang.model_runner import (
     patch_forward_batch,
     patch_model_runner,
@@ -37,4 +39,6 @@ _PATCHES: dict[str, tuple[str, Callable[[type], None]]] = {
     "sglang.srt.managers.scheduler": ("Scheduler", patch_scheduler),
     "sglang.srt.mem_cache.allocator.token": ("TokenToKVPoolAllocator", patch_token_allocator),
     "sglang.srt.mem_cache.allocator.paged": ("PagedTokenToKVPoolAllocator", patch_paged_allocator),
+    "sglang.srt.managers.cache_controller": ("HiCacheController", patch_cache_controller),
+    "sglang.srt.mem_cache.pool_host.base": ("HostKVCache", patch_host_pool),
 }

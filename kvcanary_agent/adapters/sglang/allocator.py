@@ -1,8 +1,6 @@
 """Events of SGLang's allocators: which pages they hand out and take back.
 
 Their free lists are tensors and an allocation is for a whole batch, so nothing tells which request a page is for.
-Events wait until the next step: it uses the pool as the scheduler had arranged it by then, while the scheduler itself
-may be a step ahead, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -14,32 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary_agent import runtime
-from kvcanary_agent.canary.canary import Canary
+from kvcanary_agent.adapters.sglang.events import Events
 
-_Event = Callable[[Canary], None]
 _KNOWN = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
-
-
-class Events:
-    """What the allocators of one pool have done since the last step."""
-
-    def __init__(self, part: runtime.FailOpen) -> None:
-        """Start with none.
-
-        Args:
-            part: Switched off when an event cannot be followed: without its events a step cannot be judged.
-        """
-        self._waiting: list[_Event] = []
-        self.part = part
-
-    def add(self, event: _Event) -> None:
-        self._waiting.append(event)
-
-    def apply(self, canary: Canary) -> None:
-        """Tell the canary, in order."""
-        waiting, self._waiting = self._waiting, []
-        for event in waiting:
-            event(canary)
 
 
 class _Followed:
@@ -53,16 +28,16 @@ class _Followed:
         pages = slots.to(torch.int64, copy=True)
         if self._page_size > 1:
             pages = torch.where(pages % self._page_size == 0, pages // self._page_size, -1)
-        self.events.add(lambda canary: canary.taken(pages, group=self._group))
+        self.events.add(lambda canary: canary.taken(pages, group=self._group), pages)
 
     def taken_back(self, pages: torch.Tensor) -> None:
         """Pages went back to the free list. The tensor may be a view of a table that is about to be rewritten."""
         pages = pages.to(torch.int64, copy=True)
-        self.events.add(lambda canary: canary.returned(pages, group=self._group))
+        self.events.add(lambda canary: canary.returned(pages, group=self._group), pages)
 
     def cleared(self) -> None:
         """Every page is free."""
-        self.events.add(lambda canary: canary.all_returned(group=self._group))
+        self.events.add_once(("cleared", self._group), lambda canary: canary.all_returned(group=self._group))
 
 
 _followed: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
@@ -84,12 +59,10 @@ def allocators_of(allocator: Any, sliding: int | None) -> list[Any] | None:
     return found if all(type(each).__name__ in _KNOWN for each in found) else None
 
 
-def follow(allocators: Sequence[Any], part: runtime.FailOpen) -> Events:
+def follow(allocators: Sequence[Any], events: Events) -> None:
     """Start to listen to the allocators of the groups of a pool."""
-    events = Events(part)
     for group, allocator in enumerate(allocators):
         _followed[allocator] = _Followed(events, group, allocator.page_size)
-    return events
 
 
 def patch_token_allocator(cls: type) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvcanary_agent.canary.step import KnownTokens
+from kvcanary_agent.kernels.transit import lists_to_device
 
 _FIRST_ROWS = 16
 _FIRST_WIDTH = 256
@@ -57,10 +58,12 @@ class Histories:
                 at_columns += range(known, length)
                 new += added
                 row.length = length
+        rows_at, columns_at, tokens, step_rows = lists_to_device(
+            [at_rows, at_columns, new, [row.index for row in rows]], self._device
+        )
         if new:
-            rows_at, columns_at, tokens = (self._on_device(values) for values in (at_rows, at_columns, new))
             self._tokens[rows_at, columns_at] = tokens.to(torch.int32)
-        return KnownTokens(tokens=self._tokens, rows=self._on_device([row.index for row in rows]))
+        return KnownTokens(tokens=self._tokens, rows=step_rows)
 
     def _row_of(self, request: Any) -> _Row | None:
         row = self._rows.get(id(request))
@@ -94,9 +97,6 @@ class Histories:
     def _widen(self, width: int) -> None:
         while self._tokens.shape[1] < width and self._may_double():
             self._tokens = torch.cat([self._tokens, torch.full_like(self._tokens, -1)], dim=1)
-
-    def _on_device(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
 class _Row:

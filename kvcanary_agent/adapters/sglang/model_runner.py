@@ -13,7 +13,9 @@ import torch
 
 from kvcanary_agent import runtime
 from kvcanary_agent.adapters.sglang.allocator import follow
+from kvcanary_agent.adapters.sglang.events import Events
 from kvcanary_agent.adapters.sglang.histories import Histories
+from kvcanary_agent.adapters.sglang.host_tier import Arrivals, follow_copies, why_not_followed
 from kvcanary_agent.adapters.sglang.pool import NotCovered, Pool, describe_pool
 from kvcanary_agent.adapters.sglang.prefix_cache import can_be_walked, walk
 from kvcanary_agent.adapters.sglang.steps import describe_step, is_step
@@ -46,7 +48,9 @@ class WatchedRunner:
         self.canary = canary
         self.part = runtime.FailOpen("sglang", f"pool {canary.layout.pool}")
         self._pool = pool
-        self._events = follow(allocators, self.part)
+        self.events = Events(self.part)
+        self.arrivals = Arrivals()
+        follow(allocators, self.events)
         with torch.inference_mode(False):
             self._histories = Histories(canary.layout.device, canary.layout.num_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
         self._audited = 0
@@ -59,7 +63,7 @@ class WatchedRunner:
 
     def weights_changed(self) -> None:
         """The steps from the next one on use other weights."""
-        self._events.add(lambda canary: canary.weights_changed())
+        self.events.add_once("weights", lambda canary: canary.weights_changed())
 
     def audit(self, tree_cache: Any) -> None:
         """Check all that the prefix cache holds, once after each busy time."""
@@ -67,7 +71,7 @@ class WatchedRunner:
             return
         self._audited = self.canary.step
         if can_be_walked(tree_cache):
-            self._events.apply(self.canary)
+            self.events.apply(self.canary)
             self.canary.walked_index(*walk(tree_cache, self.canary.layout.device))
 
     def is_step(self, batch: Any) -> bool:
@@ -78,7 +82,8 @@ class WatchedRunner:
 
     def describe_step(self, runner: Any, batch: Any) -> ForwardStep:
         """What happened to the pool since the last step, and the step itself."""
-        self._events.apply(self.canary)
+        self.arrivals.forget()
+        self.events.apply(self.canary)
         requests = [self._requests.get(request) for request in batch.rids]
         if None in requests:
             raise NotCovered("a batch of requests that the scheduler did not make")
@@ -191,11 +196,16 @@ def _around_forward(call: Callable[..., Any], runner: Any, /, forward_batch: Any
     watched = _watched.get(runner)
     if watched is None or not watched.part.on or not watched.is_step(forward_batch):
         return call(forward_batch, *args, **kwargs)
+
+    def forward() -> Any:
+        result = call(forward_batch, *args, **kwargs)
+        if watched.part.on:
+            with watched.part:
+                watched.arrivals.completed(watched.canary)
+        return result
+
     return runtime.watched_forward(
-        watched.part,
-        watched.canary,
-        lambda: watched.describe_step(runner, forward_batch),
-        lambda: call(forward_batch, *args, **kwargs),
+        watched.part, watched.canary, lambda: watched.describe_step(runner, forward_batch), forward
     )
 
 
@@ -206,12 +216,18 @@ def _attach(runner: Any) -> None:
     try:
         _refuse_what_is_not_known(runner)
         pool = describe_pool(runner)
-    except (NotCovered, LayoutError) as reason:
-        runtime.not_covered("sglang", "KV pool", str(reason))
+        copied = bool(getattr(runner.server_args, "enable_hierarchical_cache", False))
+        reason = why_not_followed(runner.token_to_kv_pool, len(pool.layout.groups)) if copied else None
+        if reason is not None:
+            raise NotCovered(f"enable_hierarchical_cache=True: {reason}")
+    except (NotCovered, LayoutError) as error:
+        runtime.not_covered("sglang", "KV pool", str(error))
         return
     canary = runtime.open_canary(pool.layout)
     if canary is not None:
-        _watched[runner] = WatchedRunner(pool, canary, pool.allocators)
+        watched = _watched[runner] = WatchedRunner(pool, canary, pool.allocators)
+        if copied:
+            follow_copies(runner.token_to_kv_pool, watched.events, watched.arrivals)
 
 
 def _refuse_what_is_not_known(runner: Any) -> None:
@@ -226,9 +242,18 @@ def _refuse_what_is_not_known(runner: Any) -> None:
 
 
 _REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("speculative_algorithm", ("NONE",), "drafts are written and moved outside the steps that this adapter knows"),
+    (
+        "speculative_algorithm",
+        ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
+        "drafts are written outside the steps that this adapter knows",
+    ),
+    ("speculative_eagle_topk", (1,), "a tree of drafts is written to slots that are not their positions', and moved"),
+    (
+        "speculative_ngram_external_sam_budget",
+        (0,),
+        "a tree of drafts is written to slots that are not their positions'",
+    ),
     ("disaggregation_mode", ("null",), "keys and values arrive from another server"),
-    ("enable_hierarchical_cache", (False,), "keys and values come back from host memory"),
     ("enable_hisparse", (False,), "keys and values come back from host memory"),
     ("enable_lmcache", (False,), "keys and values come from another cache"),
     ("enable_flexkv", (False,), "keys and values come from another cache"),

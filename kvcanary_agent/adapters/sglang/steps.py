@@ -38,17 +38,24 @@ def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], 
         NotCovered: If the step is of a kind that this adapter does not know.
     """
     mode = batch.forward_mode.name
-    lengths = batch.seq_lens
+    lengths, drafts = batch.seq_lens, 0
     if mode == "DECODE":
         prefix_lens = lengths - 1
         offsets = torch.arange(batch.batch_size + 1, device=lengths.device)
     elif mode in _EXTENDS:
         prefix_lens = batch.extend_prefix_lens
         offsets = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0))
+    elif mode == "TARGET_VERIFY":
+        # The last token and the drafts that follow it: those that are rejected are overwritten by the next step.
+        drafts = batch.spec_info.draft_token_num
+        prefix_lens, lengths = lengths, lengths + drafts
+        offsets = torch.arange(batch.batch_size + 1, device=lengths.device) * drafts
     else:
         raise NotCovered(f"steps of the mode {mode}")
-    table = _token_table(runner, batch)
-    groups = [_group_step(runner, pool, index, batch, table, prefix_lens) for index in range(len(pool.layout.groups))]
+    table = _token_table(runner, batch, drafts)
+    groups = [
+        _group_step(runner, pool, index, batch, table, prefix_lens, lengths) for index in range(len(pool.layout.groups))
+    ]
     return ForwardStep(
         requests=batch.rids,
         prefix_lens=prefix_lens,
@@ -61,20 +68,26 @@ def describe_step(runner: Any, pool: Pool, batch: Any, requests: Sequence[Any], 
     )
 
 
-def _token_table(runner: Any, batch: Any) -> torch.Tensor:
-    """The slot of every position of each row, ``[rows, positions]``, as far as the longest row goes."""
+def _token_table(runner: Any, batch: Any, drafts: int) -> torch.Tensor:
+    """The slot of every position of each row, ``[rows, positions]``, as far as the longest row and its drafts go."""
     table: torch.Tensor = runner.req_to_token_pool.req_to_token
-    longest = table.shape[1] if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
+    longest = table.shape[1] if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max()) + drafts
     size = runner.page_size
     return table[:, : -(-longest // size) * size].index_select(0, batch.req_pool_indices)
 
 
 def _group_step(
-    runner: Any, pool: Pool, index: int, batch: Any, table: torch.Tensor, prefix_lens: torch.Tensor
+    runner: Any,
+    pool: Pool,
+    index: int,
+    batch: Any,
+    table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> GroupStep:
     group = pool.layout.groups[index]
     if index != pool.sliding:
-        pages = pages_of(group, table, prefix_lens, batch.seq_lens)
+        pages = pages_of(group, table, prefix_lens, lengths)
         return GroupStep(
             block_table=pages,
             write_slots=batch.out_cache_loc,
@@ -83,7 +96,7 @@ def _group_step(
     mapping = runner.token_to_kv_pool.full_to_swa_index_mapping
     slots = mapping[batch.out_cache_loc]
     return GroupStep(
-        block_table=pages_of(group, mapping[table], prefix_lens, batch.seq_lens),
+        block_table=pages_of(group, mapping[table], prefix_lens, lengths),
         # Slot 0 stands for a token that has left the window, or was never in it.
         write_slots=torch.where(slots > 0, slots, -1),
     )
@@ -127,5 +140,6 @@ def pages_of(group: KVGroup, table: torch.Tensor, prefix_lens: torch.Tensor, len
 
 
 def _namespace(request: Any) -> str | None:
-    """What the engine's prefix cache tells requests apart by, beside their tokens; adapters are part of it."""
-    return None if request.extra_key is None else str(request.extra_key)
+    """What the engine's prefix cache tells requests apart by, beside their tokens; adapters are part of the key."""
+    key, salt = request.extra_key, getattr(request, "cache_salt", None)
+    return None if key is None and salt is None else repr((key, salt))

@@ -13,7 +13,13 @@ Used as ``KVCANARY_ADAPTERS=sglang,/path/to/this/file``. After each decode step 
 - ``{"kind": "wrong_write"}``: the next token of the first request goes to a slot of the second.
 - ``{"kind": "idle_bit", "layer": index}``: one bit of a slot of the prefix cache that no running request uses.
 - ``{"kind": "wrong_hit"}``: the next request that hits the prefix cache is given the slots of others.
+- ``{"kind": "wrong_namespace_hit"}``: the same, where the others have the same prompt under another extra key.
 - ``{"kind": "free_cached"}``: the allocator is given back a page that the prefix cache holds and no request uses.
+- ``{"kind": "lose_write", "layer": index, "part": "k" or "v"}``: what a step writes for the first request does not
+  land in that layer, where something else was before.
+- ``{"kind": "host_bits", "layer": index}``: one bit of every copy of a slot in the hierarchical cache's host memory.
+- ``{"kind": "drill", "drill": kind}``: the agent's own drill of that kind, at the next step; the process needs to have
+  been started with ``KVCANARY_DRILL``, of any kind and a step that never comes.
 
 What was done goes to the file ``FAULT_REPORT``, JSON; then ``FAULT_REQUEST`` is removed. The layout is that of the
 engine's plain pool, spelled out here independently of how the agent finds it.
@@ -30,7 +36,9 @@ from typing import Any
 
 import torch
 
+from kvcanary_agent import runtime
 from kvcanary_agent.activation.patching import patch_method
+from kvcanary_agent.settings import Drill
 
 targets = (
     "sglang.srt.model_executor.model_runner",
@@ -44,6 +52,7 @@ def patch(module: ModuleType) -> None:
     """Patch what a step ends and begins with."""
     if module.__name__.endswith("model_runner"):
         patch_method(module.ModelRunner, "sample", _around_sample)
+        patch_method(module.ModelRunner, "_forward_raw", _around_forward_raw)
     else:
         patch_method(module.Scheduler, "run_batch", _around_run_batch)
 
@@ -78,10 +87,26 @@ def _around_run_batch(call: Callable[..., Any], scheduler: Any, /, batch: Any, *
     fault = _requested()
     if fault is not None and fault["kind"] in _BEFORE_A_STEP and len(batch.reqs) > 1:
         with torch.inference_mode():
-            done = _BEFORE_A_STEP[fault["kind"]](scheduler, batch)
+            done = _BEFORE_A_STEP[fault["kind"]](scheduler, batch, fault)
         if done is not None:
             _report(fault, done)
     return call(batch, *args, **kwargs)
+
+
+def _around_forward_raw(call: Callable[..., Any], runner: Any, /, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    fault = _requested()
+    if fault is None or fault["kind"] != "lose_write" or not batch.forward_mode.is_decode():
+        return call(batch, *args, **kwargs)
+    pool, slot = runner.token_to_kv_pool, int(batch.out_cache_loc[0])
+    payload = (pool.k_buffer if fault["part"] == "k" else pool.v_buffer)[fault["layer"]][slot]
+    before = payload.clone()
+    result = call(batch, *args, **kwargs)
+    if torch.equal(payload, before) or not before.any():
+        return result
+    with torch.inference_mode():
+        payload.copy_(before)
+    _report(fault, {"slots": [slot], "layer": f"layers.{fault['layer'] % len(pool.k_buffer)}"})
+    return result
 
 
 def _slots(runner: Any, batch: Any, row: int) -> list[int]:
@@ -183,7 +208,7 @@ def _cached_page(runner: Any, batch: Any) -> list[int] | None:
     return list(range(page * size, (page + 1) * size))
 
 
-def _wrong_write(scheduler: Any, batch: Any) -> Done | None:
+def _wrong_write(scheduler: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
     runner = scheduler.tp_worker.model_runner
     if not batch.forward_mode.is_decode():
         return None
@@ -192,7 +217,7 @@ def _wrong_write(scheduler: Any, batch: Any) -> Done | None:
     return {"slots": [slot]}
 
 
-def _wrong_hit(scheduler: Any, batch: Any) -> Done | None:
+def _wrong_hit(scheduler: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
     runner = scheduler.tp_worker.model_runner
     if not batch.forward_mode.is_extend() or min(batch.prefix_lens[:2]) < 32:
         return None
@@ -200,6 +225,25 @@ def _wrong_hit(scheduler: Any, batch: Any) -> Done | None:
     first, second = batch.req_pool_indices[:2].tolist()
     table[first, :size] = table[second, :size]
     return {"slots": table[first, :size].tolist()}
+
+
+def _host_bits(scheduler: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
+    host_pool = scheduler.tree_cache.cache_controller.mem_pool_host.anchor_entry.host_pool
+    copies = host_pool.slot_used.nonzero().flatten().tolist()
+    if not copies:
+        return None
+    for slot in copies:
+        _flip(host_pool.v_buffer[fault["layer"]], slot)
+    return {"layer": f"layers.{fault['layer'] % host_pool.layer_num}"}
+
+
+def _drill(scheduler: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
+    if not batch.forward_mode.is_decode():
+        return None
+    (canary,) = runtime._open.values()
+    armed: Any = canary
+    armed._drill, armed._waiting = Drill(kind=fault["drill"], step=0), True
+    return {}
 
 
 _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
@@ -213,7 +257,10 @@ _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
     "idle_bit": _idle_bit,
     "free_cached": _free_cached,
 }
-_BEFORE_A_STEP: dict[str, Callable[[Any, Any], Done | None]] = {
+_BEFORE_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
     "wrong_write": _wrong_write,
     "wrong_hit": _wrong_hit,
+    "wrong_namespace_hit": _wrong_hit,
+    "host_bits": _host_bits,
+    "drill": _drill,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ class Session:
         return json.loads(self.process.wait_for("RESULT "))
 
     @property
+    def retractions(self) -> int:
+        """How many requests the scheduler has taken back from decoding so far, as it says in its log."""
+        return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", "".join(self.process.output))))
+
+    @property
     def violations(self) -> list[Log]:
         return self.receiver.events("kvcanary.violation")
 
@@ -106,3 +112,17 @@ class Engine:
 def engine_environment() -> dict[str, str]:
     """Variables that an engine on a CPU needs, and that keep it on this machine."""
     return {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def injecting(folder: Path, *adapters: Path, **environment: str) -> dict[str, str]:
+    """The environment in which `fault_injector.py` takes requests in a folder, with more adapters if need be."""
+    return {
+        "KVCANARY_ADAPTERS": ",".join(map(str, ("sglang", *adapters, HERE / "fault_injector.py"))),
+        "KVCANARY_CONTENT": "full",
+        "KVCANARY_SWEEP_SLOTS_PER_STEP": "4096",
+        # The engine's own check of its books, which ends the scheduler when a page is missing.
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+        "FAULT_REQUEST": str(folder / "request"),
+        "FAULT_REPORT": str(folder / "report"),
+        **environment,
+    }

@@ -7,6 +7,8 @@ standard input is a command in JSON, answered by one line, ``RESULT`` and JSON:
   each. Answers the lists of new tokens.
 - ``{"do": "abort", "prompts": [[token ids]], "max_tokens": n}``: the same, but every second request is aborted when its
   first token arrives. Answers the new tokens of the others.
+- ``{"do": "count_verifications", "prompts": [[token ids]], "max_tokens": n}``: the same as ``generate``. Answers how
+  many steps verified drafts, for each prompt.
 - ``{"do": "flush"}``: empties the prefix cache. Answers whether it did.
 - ``{"do": "update_weights", "model": path, "flush": bool}``: loads the weights anew. Answers whether it did.
 
@@ -47,6 +49,11 @@ def _generate(engine: Any, command: dict[str, Any]) -> list[list[int]]:
     return [list(output["output_ids"]) for output in outputs]
 
 
+def _count_verifications(engine: Any, command: dict[str, Any]) -> list[int]:
+    outputs = engine.generate(input_ids=command["prompts"], sampling_params=_sampling(command))
+    return [output["meta_info"]["spec_verify_ct"] for output in outputs]
+
+
 def _abort(engine: Any, command: dict[str, Any]) -> list[list[int]]:
     async def one(index: int, prompt: list[int]) -> list[int]:
         tokens: list[int] = []
@@ -76,7 +83,13 @@ def _update_weights(engine: Any, command: dict[str, Any]) -> bool:
     return bool(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(request, None))[0])
 
 
-_ACTIONS = {"generate": _generate, "abort": _abort, "flush": _flush, "update_weights": _update_weights}
+_ACTIONS = {
+    "generate": _generate,
+    "count_verifications": _count_verifications,
+    "abort": _abort,
+    "flush": _flush,
+    "update_weights": _update_weights,
+}
 
 
 def _say(line: str) -> None:

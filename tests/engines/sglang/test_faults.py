@@ -9,9 +9,24 @@ from typing import Any
 
 import pytest
 
+from kvcanary_agent.settings import DRILLS
 from tests.engines.processes import checked, passed_slots
-from tests.engines.sglang.harness import HERE, PROMPTS, Engine, Session
+from tests.engines.sglang.harness import PROMPTS, Engine, Session, injecting
 from tests.otlp_receiver import Attributes, OtlpReceiver
+
+# What each drill is reported as: kind, and the causes that it may be put down to.
+DRILLED = {
+    "content": ("content", {"stray_write"}),
+    # A page may be a single slot.
+    "idle_block": ("content", {"block_overwritten", "stray_write"}),
+    "nonfinite": ("nonfinite", {"nonfinite_in_null_block"}),
+    "block_table_swap": ("position", {"block_table_swapped"}),
+    "foreign_block": ("position", {"foreign_block"}),
+    "slot_mapping": ("address", {"slot_mapping_wrong"}),
+    "lost_write": ("lost_write", {"write_dropped"}),
+}
+# Prompts that leave other tokens than those of `PROMPTS` in all slots that a few of them are given later.
+OTHERS = [[3 + (7 * at + 31 * row) % 500 for at in range(300)] for row in range(4)]
 
 
 class FaultyEngine:
@@ -22,7 +37,13 @@ class FaultyEngine:
         self._request, self._report = folder / "request", folder / "report"
 
     def suffer(
-        self, fault: dict[str, Any], requests: list[list[int]] = PROMPTS, *, cached: list[list[int]] | None = None
+        self,
+        fault: dict[str, Any],
+        requests: list[list[int]] = PROMPTS,
+        *,
+        cached: list[list[int]] | None = None,
+        before: list[list[int]] | None = None,
+        salts: list[str] | None = None,
     ) -> tuple[dict[str, Any], list[Attributes]]:
         """Serve requests until the fault has struck: what it did, and what was reported from then on.
 
@@ -30,24 +51,40 @@ class FaultyEngine:
             fault: See `fault_injector.py`.
             requests: Prompts.
             cached: Prompts that are in the prefix cache when it strikes; the same ones if not given.
+            before: Prompts whose slots are used again by those.
+            salts: One for each prompt; none if not given.
         """
         session = self._session
         # What an earlier fault has damaged must not be met again.
         assert session.do({"do": "flush"})
-        session.generate(cached or requests)
-        before = len(session.violations)
+        if before is not None:
+            session.generate(before)
+            assert session.do({"do": "flush"})
+        session.generate(cached or requests, salts=salts)
+        reported = len(session.violations)
         self._report.unlink(missing_ok=True)
         self._request.write_text(json.dumps(fault))
-        session.generate(requests)
+        session.generate(requests, salts=salts)
         if not self._report.exists():
-            session.generate(requests)
+            session.generate(requests, salts=salts)
         assert self._report.exists(), f"{fault} found nothing that it could strike"
 
         def arrived(receiver: OtlpReceiver) -> bool:
-            return len(receiver.events("kvcanary.violation")) > before
+            return len(receiver.events("kvcanary.violation")) > reported
 
         session.wait_for(arrived)
-        return json.loads(self._report.read_text()), [found.attributes for found in session.violations[before:]]
+        return json.loads(self._report.read_text()), [found.attributes for found in session.violations[reported:]]
+
+    def drill(self, kind: str) -> list[Attributes]:
+        """What is reported at the step that meets a fault which the agent itself has injected."""
+        drills = len(self._session.receiver.events("kvcanary.drill"))
+        _, found = self.suffer({"kind": "drill", "drill": kind}, PROMPTS[:2], before=OTHERS)
+        (struck,) = self._session.receiver.events("kvcanary.drill")[drills:]
+        assert struck.attributes["kvcanary.kind"] == kind
+        first = min(each["kvcanary.step"] for each in found)
+        # The patrol compares one of the six parts at each step.
+        assert 0 <= first - struck.attributes["kvcanary.step"] <= (5 if kind == "idle_block" else 0)
+        return [each for each in found if each["kvcanary.step"] == first]
 
     def after_new_weights(self, model: str, *, flush: bool) -> list[Attributes]:
         """Serve the same requests before and after the weights are loaded anew: what was reported after it."""
@@ -62,26 +99,14 @@ class FaultyEngine:
         return [found.attributes for found in session.violations[before:]]
 
 
-def injecting(folder: Path, **environment: str) -> dict[str, str]:
-    """The environment in which `fault_injector.py` takes requests in a folder."""
-    return {
-        "KVCANARY_ADAPTERS": f"sglang,{HERE / 'fault_injector.py'}",
-        "KVCANARY_CONTENT": "full",
-        "KVCANARY_SWEEP_SLOTS_PER_STEP": "4096",
-        # The engine's own check of its books, which ends the scheduler when a page is missing.
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
-        "FAULT_REQUEST": str(folder / "request"),
-        "FAULT_REPORT": str(folder / "report"),
-        **environment,
-    }
-
-
 @pytest.fixture(scope="module", params=[1, 16], ids=["token_by_token", "pages"])
 def faulty_engine(
     request: pytest.FixtureRequest, engine: Engine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FaultyEngine]:
     folder = tmp_path_factory.mktemp("faults")
-    with engine.session(agent=True, environment=injecting(folder), page_size=request.param) as session:
+    # A drill that never comes, so that the canary is one which can be told to.
+    environment = injecting(folder, KVCANARY_DRILL="content@1000000000")
+    with engine.session(agent=True, environment=environment, page_size=request.param) as session:
         yield FaultyEngine(session, folder)
 
 
@@ -178,6 +203,38 @@ def test_a_hit_of_other_tokens_in_the_prefix_cache_is_a_wrong_hit(faulty_engine:
     foreign = of_kind(found, "token")
     assert {each["kvcanary.slot"] for each in foreign} == set(done["slots"])
     assert foreign[0]["kvcanary.cause"] == "wrong_prefix_hit"
+
+
+def test_a_hit_of_the_same_tokens_under_another_extra_key_is_a_namespace(faulty_engine: FaultyEngine) -> None:
+    prompt = [*range(300, 400), 1]
+    done, found = faulty_engine.suffer({"kind": "wrong_namespace_hit"}, [prompt, prompt], salts=["a", "b"])
+
+    assert {each["kvcanary.kind"] for each in found} == {"namespace"}
+    assert {each["kvcanary.slot"] for each in found} == set(done["slots"])
+    assert found[0]["kvcanary.cause"] == "prefix_shared_across_namespaces"
+
+
+@pytest.mark.parametrize("layer", [0, -1], ids=["first_layer", "last_layer"])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_write_that_does_not_land_in_one_layer_is_lost(faulty_engine: FaultyEngine, layer: int, part: str) -> None:
+    fault = {"kind": "lose_write", "layer": layer, "part": part}
+    done, found = faulty_engine.suffer(fault, PROMPTS[:2], before=OTHERS)
+
+    (first, *_) = of_kind(found, "lost_write")
+    assert (first["kvcanary.slot"], first["kvcanary.layer"], first["kvcanary.part"]) == (
+        done["slots"][0],
+        done["layer"],
+        part,
+    )
+    assert first["kvcanary.cause"] == "write_dropped"
+
+
+@pytest.mark.parametrize("kind", DRILLS)
+def test_a_drill_is_reported_as_what_it_is_at_the_step_that_meets_it(faulty_engine: FaultyEngine, kind: str) -> None:
+    found = faulty_engine.drill(kind)
+
+    wanted, causes = DRILLED[kind]
+    assert of_kind(found, wanted)[0]["kvcanary.cause"] in causes
 
 
 def test_a_cached_page_that_was_freed_is_seen_when_the_engine_is_idle(faulty_engine: FaultyEngine) -> None:

@@ -29,3 +29,4 @@ def test_both_pools_are_checked_without_a_false_report(session: Session) -> None
     session.wait_for(checked("chain", int(1.2 * READ_AT_LEAST)))
     assert [violation.attributes for violation in session.violations] == []
     assert "not covering" not in session.process.tail()
+    assert session.retractions > 0

@@ -24,6 +24,7 @@ class Pair:
 
     with_agent: Session
     without: Session
+    retracts: bool
 
     def both(self, command: dict[str, Any]) -> tuple[Any, Any]:
         """The answers of both engines, with the agent first."""
@@ -52,7 +53,7 @@ def pair(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Pair]:
         ]
         with ThreadPoolExecutor(2) as both_at_once:
             with_agent, without = both_at_once.map(stack.enter_context, sessions)
-        yield Pair(with_agent, without)
+        yield Pair(with_agent, without, retracts=environment is RETRACTING)
 
 
 def test_concurrent_requests_are_checked_and_answered_as_without_the_agent(pair: Pair) -> None:
@@ -103,6 +104,12 @@ def test_requests_with_different_salts_do_not_share(pair: Pair) -> None:
     with_agent, without = pair.both({"do": "generate", "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "salts": salts})
 
     assert with_agent == without
+
+
+def test_requests_are_retracted_where_that_is_asked_for(pair: Pair) -> None:
+    pair.both({"do": "generate", "prompts": PROMPTS, "max_tokens": MAX_TOKENS})
+
+    assert (pair.with_agent.retractions > 0) == (pair.without.retractions > 0) == pair.retracts
 
 
 def test_nothing_was_reported(pair: Pair) -> None:
