@@ -186,6 +186,11 @@ class AllocatorCanary:
         told = "the prefix index gave out a block that is registered for another prefix than was asked for"
         self._misused(block, request, self._previous(block), told, Kind.INDEX)
 
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """The prefix index no longer leads to these blocks: those that nobody holds may not be shared any more."""
+        for block in blocks:
+            self._cached[block] = 0
+
     def index_reset(self) -> None:
         """The prefix index was emptied: no block that nobody holds may be shared any more."""
         self._cached = bytearray(self.layout.num_blocks)

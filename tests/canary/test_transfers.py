@@ -122,6 +122,38 @@ def test_what_this_process_stored_may_come_back_during_the_forward(stays_wrong: 
     assert set(toy.sink.kinds()) == ({Kind.TRANSFER} if stays_wrong else set())
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_blocks_that_were_stored_together_may_come_back_one_by_one(swapped: bool) -> None:
+    toy = ToyEngine()
+    blocks = list(toy.start("a", PROMPT).tables[0])
+    toy.canary.stored("key", torch.tensor(blocks))
+    saved = [part.view[blocks].clone() for part in toy.groups[0].parts]
+    to = list(reversed(blocks)) if swapped else blocks
+    for part, values in zip(toy.groups[0].parts, saved, strict=True):
+        part.view[to] = values
+
+    for place in reversed(range(BLOCKS)):
+        toy.canary.loaded("key", torch.tensor([blocks[place]]), picked=[place])
+
+    toy.decode("a")
+    assert set(toy.sink.kinds()) == ({Kind.TRANSFER} if swapped else set())
+
+
+def test_what_comes_back_under_a_key_that_was_discarded_is_not_judged() -> None:
+    toy = ToyEngine()
+    blocks = toy.start("a", PROMPT).tables[0]
+    toy.canary.stored("key", blocks)
+    toy.canary.discarded("key")
+    for part in toy.groups[0].parts:
+        part.view[blocks] = 0
+
+    toy.canary.loaded("key", torch.tensor(blocks), picked=[1, 0])
+
+    assert not toy.canary.has_stored("key")
+    toy.decode("a", steps=2)
+    assert toy.sink.violations == []
+
+
 def test_blocks_into_which_something_is_being_copied_are_not_judged_until_they_are_written() -> None:
     consumer, to = consuming("token_major")
     consumer.canary.arriving(to)

@@ -29,6 +29,7 @@ _POOL = {
     "cache_full_blocks": ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
     "reset_prefix_cache": (),
 }
+_POOL_IF_THERE = {"evict_blocks": ("block_ids",)}
 # Kinds of managers whose references are all taken and given back through the methods above. Those of other kinds, and
 # any beside a Mamba manager, which brings copy on write, move blocks between tables in ways of their own.
 _FOLLOWED = frozenset(
@@ -98,6 +99,9 @@ class WatchedPool:
 
     def indexed(self, request: str, blocks: Iterable[Any]) -> None:
         self.canary.indexed([block.block_id for block in blocks if block.block_hash is not None], request)
+
+    def evicted(self, pool: Any, numbers: Iterable[int]) -> None:
+        self.canary.evicted([number for number in numbers if pool.blocks[number].block_hash is None])
 
     def index_reset(self) -> None:
         self.canary.index_reset()
@@ -217,7 +221,7 @@ runtime.on_shut_down(_watched.clear)
 
 def patch_block_pool(cls: type) -> None:
     """Patch ``BlockPool``."""
-    _patch(cls, _POOL)
+    _patch(cls, _POOL, _POOL_IF_THERE)
 
 
 def patch_manager(cls: type) -> None:
@@ -387,6 +391,16 @@ def _around_cache_full_blocks(
     return result
 
 
+def _around_evict_blocks(call: Callable[..., Any], pool: Any, /, block_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    numbers = list(block_ids)
+    result = call(block_ids, *args, **kwargs)
+    watched = _watch_of(pool)
+    if watched is not None:
+        with watched.part:
+            watched.evicted(pool, numbers)
+    return result
+
+
 def _around_reset_prefix_cache(call: Callable[..., Any], pool: Any, /, *args: Any, **kwargs: Any) -> Any:
     done = call(*args, **kwargs)
     watched = _watch_of(pool)
@@ -417,6 +431,7 @@ _AROUNDS: dict[str, Around] = {
     "touch": _around_touch,
     "free_blocks": _around_free_blocks,
     "cache_full_blocks": _around_cache_full_blocks,
+    "evict_blocks": _around_evict_blocks,
     "reset_prefix_cache": _around_reset_prefix_cache,
     "schedule": _around_schedule,
 }

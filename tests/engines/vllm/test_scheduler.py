@@ -294,6 +294,25 @@ def test_a_hit_that_takes_no_reference_is_seen(heard: Heard, monkeypatch: pytest
     assert {found.detail for found in heard.violations} == {"in the table of a request that took no reference to it"}
 
 
+def test_a_block_that_the_index_has_evicted_is_not_to_be_hit(heard: Heard) -> None:
+    at = Manager(24)
+    request = at.request("a", tokens_of(1, 3 * BLOCK))
+    at.admit(request)
+    held, other = at.manager.get_blocks("a").blocks[0][:2]
+    at.manager.evict_blocks({held.block_id})
+    at.end(request)
+    at.manager.evict_blocks({other.block_id})
+    at.send()
+    assert heard.violations == []
+
+    at.pool.touch([held])
+    at.pool.touch([other])
+
+    assert [(found.block, found.detail) for found in heard.violations] == [
+        (block.block_id, "shared after it was freed and not cached") for block in (held, other)
+    ]
+
+
 def test_a_reference_that_is_not_counted_is_seen(heard: Heard) -> None:
     class Uncounting:
         def on_block_accessed(self, block: Any) -> None:
