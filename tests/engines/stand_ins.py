@@ -1,4 +1,4 @@
-"""Programs that import a stand-in for one module of an engine: a version of it that nobody has seen."""
+"""Versions of an engine that nobody has: a module of its own in its place, in a program that runs with the agent."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from pathlib import Path
 from tests.engines.processes import ROOT
 
 
-def serve_with(folder: Path, module: str, source: str) -> tuple[list[str], str]:
-    """Run a program under the agent that imports a stand-in and prints what its ``serve()`` returns.
+def run_with_stand_in(folder: Path, module: str, source: str) -> str:
+    """What a program prints that imports a stand-in for an engine's module and prints what its ``serve()`` returns.
 
     Args:
-        folder: An empty one, for the program.
-        module: The module's full name, as in the engine.
-        source: Of the module.
-
-    Returns:
-        What the agent said, line by line, and the last line.
+        folder: An empty one.
+        module: The engine's module, ``package.module``.
+        source: Of the stand-in.
     """
-    package = folder.joinpath(*module.split(".")[:-1])
-    package.mkdir(parents=True)
-    for parent in (package, *package.parents):
-        if parent == folder:
-            break
-        (parent / "__init__.py").touch()
-    package.joinpath(f"{module.rpartition('.')[2]}.py").write_text(source)
+    *packages, name = module.split(".")
+    package = folder
+    for each in packages:
+        package = package / each
+        package.mkdir()
+        (package / "__init__.py").touch()
+    (package / f"{name}.py").write_text(source)
     program = folder / "program.py"
-    program.write_text(f"import logging; logging.basicConfig()\nimport {module} as stand_in\nprint(stand_in.serve())\n")
+    program.write_text(
+        f"import logging; logging.basicConfig()\nimport {module} as engine_module\nprint(engine_module.serve())\n"
+    )
     finished = subprocess.run(
         [sys.executable, "-m", "kvcanary_agent", "run", program],
         cwd=ROOT,
@@ -40,5 +39,10 @@ def serve_with(folder: Path, module: str, source: str) -> tuple[list[str], str]:
         text=True,
         check=True,
     )
-    lines = finished.stdout.splitlines()
-    return [line for line in lines if "kvcanary" in line], lines[-1]
+    return finished.stdout
+
+
+def the_only_warning(output: str) -> str:
+    """The one line that the agent has written."""
+    (warning,) = (line for line in output.splitlines() if "kvcanary" in line)
+    return warning

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import sys
-import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.engines.processes import TIMEOUT_S, checked, start
+from tests.engines.processes import checked, start
+from tests.engines.servers import free_port, wait_until_it_serves
 from tests.engines.sglang.harness import (
     ENGINE,
     EXPORTED_WITHIN_S,
@@ -23,24 +21,6 @@ from tests.engines.sglang.harness import (
     engine_environment,
 )
 from tests.otlp_receiver import HttpOtlpReceiver
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_it_serves(port: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
 
 
 def body(prompt: list[int], *, tokens: int, stream: bool = False) -> str:

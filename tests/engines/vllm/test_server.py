@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
-import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.engines.servers import free_port, wait_until_it_serves
 from tests.engines.vllm.harness import (
     ENGINE,
     EXPORTED_WITHIN_S,
@@ -23,12 +21,6 @@ from tests.engines.vllm.harness import (
     start,
 )
 from tests.otlp_receiver import GrpcOtlpReceiver
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def complete(port: int, model: Path, prompt: list[int]) -> str:
@@ -48,19 +40,6 @@ def complete(port: int, model: Path, prompt: list[int]) -> str:
         return str(json.load(response)["choices"][0]["text"])
 
 
-def wait_until_it_listens(port: int) -> None:
-    """Return at the first answer: the server says that it has started just before it listens."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30):
-                return
-        except urllib.error.URLError as error:
-            if not isinstance(error.reason, ConnectionRefusedError) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
 def test_a_server_answers_as_without_the_agent_and_exports_its_checks(engine: Engine) -> None:
     expected = engine.generate()["texts"][: len(PROMPTS)]
     model, port = engine.models / "llama", free_port()
@@ -73,7 +52,7 @@ def test_a_server_answers_as_without_the_agent_and_exports_its_checks(engine: En
         environment = {**receiver.environment(), "OTEL_METRIC_EXPORT_INTERVAL": "200", **offline_environment()}
         with start(command, environment) as server:
             server.wait_for("Application startup complete")
-            wait_until_it_listens(port)
+            wait_until_it_serves(port)
             with ThreadPoolExecutor(len(PROMPTS)) as clients:
                 texts = list(clients.map(lambda prompt: complete(port, model, prompt), PROMPTS))
             arrived = receiver.wait_for(checked("chain", READ_AT_LEAST), EXPORTED_WITHIN_S)
