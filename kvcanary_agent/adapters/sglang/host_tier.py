@@ -38,6 +38,7 @@ class HostTier:
             page_size: Slots per page, of both pools.
             events: Of the pool.
         """
+        self.part = events.part
         self._page_size = page_size
         self._events = events
         with torch.inference_mode(False):
@@ -213,8 +214,9 @@ def _around_start_loading(call: Callable[..., Any], controller: Any, /, *args: A
 def _around_alloc(call: Callable[..., Any], host_pool: Any, /, *args: Any, **kwargs: Any) -> Any:
     slots = call(*args, **kwargs)
     tier = _tiers.get(host_pool)
-    if slots is not None and tier is not None:
-        tier.given_away(slots)
+    if slots is not None and tier is not None and tier.part.on:
+        with tier.part:
+            tier.given_away(slots)
     return slots
 
 

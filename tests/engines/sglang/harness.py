@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import re
 import sys
@@ -30,6 +31,8 @@ ENGINE: dict[str, Any] = {
     "log_level": "warning",
     "host": "127.0.0.1",
 }
+# Those of the models that the suite serves.
+MODEL_MODULES = {"gemma3_causal", "llama", "olmo2"}
 MAX_TOKENS = 24
 
 
@@ -110,8 +113,23 @@ class Engine:
 
 
 def engine_environment() -> dict[str, str]:
-    """Variables that an engine on a CPU needs, and that keep it on this machine."""
-    return {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    """Variables that an engine on a CPU needs, that keep it on this machine, and with which it starts sooner."""
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(_model_modules() - MODEL_MODULES)),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def _model_modules() -> set[str]:
+    """The engine's own modules of models, all of which it imports when it starts."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    models = Path(package.submodule_search_locations[0], "srt", "models")
+    return {path.stem for path in models.glob("*.py") if path.stem != "__init__"}
 
 
 def injecting(folder: Path, *adapters: Path, **environment: str) -> dict[str, str]:

@@ -102,6 +102,28 @@ def test_what_comes_back_otherwise_late_in_part_or_not_at_all_is_reported_before
     assert {violation.attributes["kvcanary.step"] for violation in watched.violations} <= {first_round, first_round + 1}
 
 
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        pytest.param({"v2": True}, {}, id="v2_runner"),
+        pytest.param({}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, id="engine_in_a_process_of_its_own"),
+    ],
+)
+def test_what_comes_back_wrong_is_reported_wherever_the_worker_runs(
+    engine: Engine, tmp_path: Path, options: dict[str, Any], environment: dict[str, str]
+) -> None:
+    watched = engine.watch(
+        **transferred("Faulty", tmp_path),
+        **options,
+        environment={"KVCANARY_CONTENT": "full", **environment},
+        until=lambda receiver: damage(receiver, 1) == DAMAGE,
+    )
+
+    assert damage(watched.receiver, 0) == {}
+    assert damage(watched.receiver, 1) == DAMAGE
+    assert "not covering" not in watched.output
+
+
 def test_digests_of_another_process_are_compared_and_without_them_the_bytes_are_taken_as_they_are(
     engine: Engine, storage: Path, first: Watched, tmp_path: Path
 ) -> None:
