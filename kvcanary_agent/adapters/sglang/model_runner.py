@@ -5,6 +5,7 @@ Written against SGLang 0.5.23; the methods and their parameters are checked befo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -216,7 +217,7 @@ def _attach(runner: Any) -> None:
     try:
         _refuse_what_is_not_known(runner)
         pool = describe_pool(runner)
-        copied = bool(getattr(runner.server_args, "enable_hierarchical_cache", False))
+        copied = bool(getattr(_arguments_of(runner), "enable_hierarchical_cache", False))
         reason = why_not_followed(runner.token_to_kv_pool, len(pool.layout.groups)) if copied else None
         if reason is not None:
             raise NotCovered(f"enable_hierarchical_cache=True: {reason}")
@@ -230,13 +231,23 @@ def _attach(runner: Any) -> None:
             follow_copies(runner.token_to_kv_pool, watched.events, watched.arrivals)
 
 
+def _arguments_of(runner: Any) -> Any:
+    """The server's arguments as the engine has resolved them: it leaves what it was given as it is."""
+    resolved = getattr(sys.modules.get("sglang.srt.arg_groups.overrides"), "resolved_view", None)
+    return runner.server_args if resolved is None else resolved(runner.server_args)
+
+
 def _refuse_what_is_not_known(runner: Any) -> None:
     """Raise NotCovered for ways to serve in which slots are written or moved unseen."""
-    arguments = runner.server_args
+    arguments = _arguments_of(runner)
     for name, harmless, reason in _REFUSED:
         found = getattr(arguments, name, None)
         if found is not None and found not in harmless:
             raise NotCovered(f"{name}={found}: {reason}")
+    drafts = getattr(arguments, "speculative_eagle_topk", None)
+    if getattr(arguments, "speculative_algorithm", None) not in (None, "NONE") and drafts != 1:
+        reason = "a tree of drafts is written to slots that are not their positions', and moved"
+        raise NotCovered(f"speculative_eagle_topk={drafts}: {reason}")
     if runner.model_config.is_encoder_decoder:
         raise NotCovered("an encoder's keys and values are in the same pool, without positions")
 
@@ -247,7 +258,6 @@ _REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
         ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
         "drafts are written outside the steps that this adapter knows",
     ),
-    ("speculative_eagle_topk", (1,), "a tree of drafts is written to slots that are not their positions', and moved"),
     (
         "speculative_ngram_external_sam_budget",
         (0,),

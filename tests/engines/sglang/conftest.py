@@ -13,7 +13,7 @@ from tests.engines.sglang.harness import HERE, Engine
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    names = ["llama", "gemma3_hybrid", "olmo3_hybrid"]
+    names = ["llama", "gemma3_hybrid", "olmo3_hybrid", "lora_a", "lora_b"]
     made = subprocess.run(
         [sys.executable, HERE.parent / "make_models.py", *names], check=True, stdout=subprocess.PIPE, text=True
     )

@@ -3,8 +3,8 @@
 ``OPTIONS`` is JSON, keyword arguments of ``sglang.Engine``. When the engine is up it prints ``READY``. Each line of its
 standard input is a command in JSON, answered by one line, ``RESULT`` and JSON:
 
-- ``{"do": "generate", "prompts": [[token ids]], "max_tokens": n}``: all prompts at once; optional ``salts``, one for
-  each. Answers the lists of new tokens.
+- ``{"do": "generate", "prompts": [[token ids]], "max_tokens": n}``: all prompts at once; optional ``salts`` and
+  ``adapters``, names of LoRA adapters, one for each. Answers the lists of new tokens.
 - ``{"do": "abort", "prompts": [[token ids]], "max_tokens": n}``: the same, but every second request is aborted when its
   first token arrives. Answers the new tokens of the others.
 - ``{"do": "count_verifications", "prompts": [[token ids]], "max_tokens": n}``: the same as ``generate``. Answers how
@@ -44,7 +44,10 @@ def _sampling(command: dict[str, Any]) -> dict[str, Any]:
 
 def _generate(engine: Any, command: dict[str, Any]) -> list[list[int]]:
     outputs = engine.generate(
-        input_ids=command["prompts"], sampling_params=_sampling(command), cache_salt=command.get("salts")
+        input_ids=command["prompts"],
+        sampling_params=_sampling(command),
+        cache_salt=command.get("salts"),
+        lora_path=command.get("adapters"),
     )
     return [list(output["output_ids"]) for output in outputs]
 

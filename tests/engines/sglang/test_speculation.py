@@ -13,6 +13,9 @@ from tests.engines.processes import checked
 from tests.engines.sglang.harness import HERE, MAX_TOKENS, PROMPTS, READ_AT_LEAST, Engine, Session, injecting
 
 DRAFTS = 4
+ADAPTER = HERE / "speculation_on_cpu.py"
+MOVING = {"SGLANG_NATIVE_MOVE_KV_CACHE": "1"}
+SPECULATIVE = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": DRAFTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +31,9 @@ def speculating(
     request: pytest.FixtureRequest, engine: Engine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Speculating]:
     folder = tmp_path_factory.mktemp("faults")
-    environment = injecting(
-        folder,
-        HERE / "speculation_on_cpu.py",
-        KVCANARY_DRILL="content@1000000000",
-        SGLANG_NATIVE_MOVE_KV_CACHE="1",
-    )
-    options = {
-        "speculative_algorithm": "NGRAM",
-        "speculative_num_draft_tokens": DRAFTS,
-        # Each draft follows the one before.
-        "speculative_ngram_max_bfs_breadth": 1,
-        "page_size": request.param,
-    }
+    environment = injecting(folder, ADAPTER, KVCANARY_DRILL="content@1000000000", **MOVING)
+    # Each draft follows the one before.
+    options = {**SPECULATIVE, "speculative_ngram_max_bfs_breadth": 1, "page_size": request.param}
     with engine.session(agent=True, environment=environment, **options) as session:
         yield Speculating(session, folder)
 
@@ -91,3 +84,14 @@ def test_a_fault_is_seen_by_the_step_that_verifies_drafts(
     first = min(each["kvcanary.step"] for each in found)
     assert first == struck.attributes["kvcanary.step"]
     assert {each["kvcanary.kind"] for each in found if each["kvcanary.step"] == first} & kinds
+
+
+def test_a_tree_of_drafts_is_named_as_not_covered(engine: Engine) -> None:
+    environment = {"KVCANARY_ADAPTERS": f"sglang,{ADAPTER}", **MOVING}
+    # Without the option, the engine makes a tree.
+    with engine.session(agent=True, environment=environment, **SPECULATIVE) as session:
+        answers = session.generate(PROMPTS)
+
+        assert [len(answer) for answer in answers] == [MAX_TOKENS] * len(PROMPTS)
+        session.wait_for(lambda receiver: receiver.latest("kvcanary.coverage", kvcanary_subject="KV pool") == 0)
+        assert "not covering KV pool of sglang: speculative_eagle_topk=" in "".join(session.process.output)
