@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.engines.sglang.harness import HERE, MAX_TOKENS, PROMPTS, READ_AT_LEAS
 DRAFTS = 4
 ADAPTER = HERE / "speculation_on_cpu.py"
 MOVING = {"SGLANG_NATIVE_MOVE_KV_CACHE": "1"}
-SPECULATIVE = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": DRAFTS}
+SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": DRAFTS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.engines.make_models import VOCABULARY, make_model, models_folder
+from tests.engines.servers import free_port, wait_until_it_serves
 from tests.engines.vllm.harness import Process, offline_environment, passed_slots, start
-from tests.engines.vllm.test_server import free_port, wait_until_it_listens
 from tests.otlp_receiver import HttpOtlpReceiver
 
 SERVER = {
@@ -91,7 +91,7 @@ def serving(model: Path, agent: bool, environment: dict[str, str]) -> Iterator[S
         # Its output has to be read, or it would block.
         reader = threading.Thread(target=lambda: process.output.extend(process.popen.stdout or ()), daemon=True)
         reader.start()
-        wait_until_it_listens(port)
+        wait_until_it_serves(port)
         yield Server(process, port, model)
 
 
