@@ -13,12 +13,13 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcanary_agent.activation.patching import Around, owner_of, patch_method, unwrap_method
 from kvcanary_agent.canary import AllocatorCanary, AllocatorLayout, Canary, ForwardStep, KVCanaryError, KVLayout, Sink
+from kvcanary_agent.canary.condemned import Condemned
 from kvcanary_agent.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ __all__ = [
     "FailOpen",
     "KVCanaryError",
     "close_canary",
+    "condemned_blocks",
     "covered",
+    "evicted",
     "not_covered",
     "on_shut_down",
     "open_allocator",
@@ -46,6 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 _SHUT_DOWN_TIMEOUT_S = 1.0
+_BLOCKS_NAMED = 16
 
 log = logging.getLogger("kvcanary_agent")
 
@@ -53,6 +57,7 @@ _settings: Settings | None = None
 _telemetry: Telemetry | None = None
 _open: weakref.WeakValueDictionary[str, Canary] = weakref.WeakValueDictionary()
 _open_allocators: weakref.WeakValueDictionary[str, AllocatorCanary] = weakref.WeakValueDictionary()
+_condemned: weakref.WeakKeyDictionary[Canary, Condemned] = weakref.WeakKeyDictionary()
 _shut_down_callbacks: list[Callable[[], None]] = []
 _already_said: set[tuple[str, str, str]] = set()
 _switched_off: set[str] = set()
@@ -198,6 +203,9 @@ def open_canary(layout: KVLayout) -> Canary | None:
         )
         canary = _new_canary(layout, sink)
         sink.look_with(_slots_around(canary))
+        if settings().on_violation == "evict":
+            condemned = _condemned[canary] = Condemned()
+            sink.listen(condemned.hear)
         _open[layout.pool] = canary
         # An engine that is dropped without a word takes its canary with it.
         weakref.finalize(canary, sink.close).atexit = False
@@ -258,6 +266,29 @@ def _uniquely_named(layout: Layout) -> Layout:
         number += 1
         layout = dataclasses.replace(layout, pool=f"{name}-{number}")
     return layout
+
+
+def condemned_blocks(canary: Canary) -> Condemned | None:
+    """The blocks of a pool that are to leave the engine's prefix cache; None unless KVCANARY_ON_VIOLATION is evict."""
+    return _condemned.get(canary)
+
+
+def evicted(engine: str, blocks: Sequence[int], counts: Mapping[str, int]) -> None:
+    """Log and count what became of corrupt blocks that were to leave an engine's prefix cache.
+
+    Args:
+        engine: The engine's name.
+        blocks: Those that left it.
+        counts: Outcome -> blocks: ``evicted`` (idle, now out of the cache), ``held`` (still used by running requests,
+            and out of the cache at once or, in SGLang, when they have ended), ``following`` (out of the cache because
+            they were computed from a corrupt one).
+    """
+    telemetry().evicted(engine, counts)
+    if blocks:
+        shown = ", ".join(map(str, blocks[:_BLOCKS_NAMED])) + (", ..." if len(blocks) > _BLOCKS_NAMED else "")
+        described = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        with contextlib.suppress(Exception):  # a log handler of the server's may raise
+            _say(logging.WARNING, f"kvcanary: out of the prefix cache of {engine}: block {shown} ({described})")
 
 
 def close_canary(canary: Canary) -> None:

@@ -11,6 +11,7 @@ _FALSE = ("0", "false", "no", "off")
 
 Mode = Literal["log", "raise"]
 Content = Literal["scrub", "full", "off"]
+OnViolation = Literal["report", "evict"]
 
 
 class SettingsError(ValueError):
@@ -46,6 +47,8 @@ class Settings:
     """KVCANARY_MODE: ``log`` reports a violation; ``raise`` also fails the step before its output is used."""
     content: Content = "scrub"
     """KVCANARY_CONTENT: how the bytes of the slots read are checked: a rotating share, all in each step, or none."""
+    on_violation: OnViolation = "report"
+    """KVCANARY_ON_VIOLATION: ``evict`` also takes a block that was found corrupt out of the engine's prefix cache."""
     scrub_period: int = 128
     """KVCANARY_SCRUB_PERIOD: steps within which ``scrub`` has checked every byte that is read; at least 1."""
     sweep_slots_per_step: int = 64
@@ -195,6 +198,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "enabled": _boolean,
     "mode": _one_of("log", "raise"),
     "content": _one_of("scrub", "full", "off"),
+    "on_violation": _one_of("report", "evict"),
     "scrub_period": _at_least(1),
     "sweep_slots_per_step": _at_least(0),
     "adapters": _adapters,

@@ -70,6 +70,10 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
             for outcome, count in list(tally.incidents.items()):
                 yield Observation(count, {**pool_attributes(key), semconv.OUTCOME: outcome})
 
+    def evictions(_: CallbackOptions) -> Iterable[Observation]:
+        for (engine, outcome), count in list(tallies.evictions.items()):
+            yield Observation(count, {semconv.ENGINE: engine, semconv.OUTCOME: outcome})
+
     def records_memory(_: CallbackOptions) -> Iterable[Observation]:
         for key, tally in list(tallies.pools.items()):
             if tally.records_bytes is not None:
@@ -83,7 +87,7 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
             yield Observation(count, {semconv.ENGINE: engine})
 
     def coverage(_: CallbackOptions) -> Iterable[Observation]:
-        for (engine, pool, subject), (covered, reason) in list(tallies.coverage.items()):
+        for engine, pool, subject, covered, reason in tallies.bounded_coverage():
             optional = {semconv.POOL: pool, semconv.REASON: reason}
             named = {name: value for name, value in optional.items() if value}
             yield Observation(int(covered), {semconv.ENGINE: engine, semconv.SUBJECT: subject, **named})
@@ -108,6 +112,12 @@ def create_instruments(meter: Meter, tallies: Tallies) -> Histogram:
     )
     meter.create_observable_counter(
         "kvcanary.incidents", [incidents], "{incident}", "Bursts of violations by what became of their files."
+    )
+    meter.create_observable_counter(
+        "kvcanary.evictions",
+        [evictions],
+        "{block}",
+        "Corrupt blocks by what became of taking them out of the prefix cache, see KVCANARY_ON_VIOLATION.",
     )
     meter.create_observable_up_down_counter(
         "kvcanary.records.memory", [records_memory], "By", "Memory of the canary's records and scratch."

@@ -57,6 +57,7 @@ class PoolTelemetry(Sink):
         self._steps: dict[int, StepContext] = {}
         self._slots_around: Callable[[str, int], Neighbourhood | None] | None = None
         self._found_last = -math.inf
+        self._listener: Callable[[Violation], None] | None = None
         self._traces: OrderedDict[str, Mapping[str, str]] = OrderedDict()
         # For violations that cannot be reported in any other way.
         self._lines = ViolationLines()
@@ -93,8 +94,14 @@ class PoolTelemetry(Sink):
             if len(self._traces) > TRACED:
                 self._traces.popitem(last=False)
 
+    def listen(self, listener: Callable[[Violation], None]) -> None:
+        """Has ``listener`` hear of every violation, too, on the thread that finds it."""
+        self._listener = listener
+
     def violation(self, violation: Violation) -> None:
         """Counts a violation and has it logged and exported at once by another thread."""
+        if self._listener is not None:
+            self._listener(violation)
         try:
             tally, exporting = self._attach()
             layer = self._telemetry.tallies.bounded_layer(violation.layer)

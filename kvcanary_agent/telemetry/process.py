@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,16 @@ class Telemetry:
         """States what became of patching a class of an engine; a later statement on the same class replaces it."""
         self._tallies.patches[(engine, class_name)] = outcome
         self.status_changed()
+
+    def evicted(self, engine: str, counts: Mapping[str, int]) -> None:
+        """Counts blocks that were to leave an engine's prefix cache, by outcome; exported soon, if a pool is open."""
+        evictions = self._tallies.evictions
+        for outcome, count in counts.items():
+            if count:
+                evictions[engine, outcome] = evictions.get((engine, outcome), 0) + count
+        exporting = self._exporting
+        if exporting is not None:
+            exporting.request_export()
 
     def status_changed(self) -> None:
         """Has the status file written soon, if there is one."""

@@ -14,6 +14,14 @@ MAX_LAYERS = 256
 
 OTHER_LAYER = "other"
 
+MAX_SUBJECTS = 256
+"""Statements of coverage that a process puts on metrics, those first that say what is not covered; of the others, the
+least covered stands for all as :data:`OTHER_SUBJECT`. Adapters name layers, classes and settings, which may be many."""
+
+OTHER_SUBJECT = "other"
+MAX_REASON = 200
+"""Characters of a subject, or of a reason, on metrics; the log and status files have all of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolKey:
@@ -57,12 +65,14 @@ class Tallies:
         pools: The totals of each pool that was ever opened.
         coverage: ``(engine, pool or "", subject)`` -> whether the subject is checked, and why not.
         patches: ``(engine, class)`` -> what became of it last.
+        evictions: ``(engine, outcome)`` -> blocks that were to leave the engine's prefix cache.
         layers: The layer names seen so far, at most :data:`MAX_LAYERS`.
     """
 
     pools: dict[PoolKey, PoolTally] = field(default_factory=dict)
     coverage: dict[tuple[str, str, str], tuple[bool, str]] = field(default_factory=dict)
     patches: dict[tuple[str, str], str] = field(default_factory=dict)
+    evictions: dict[tuple[str, str], int] = field(default_factory=dict)
     layers: set[str] = field(default_factory=set)
 
     def pool(self, key: PoolKey) -> PoolTally:
@@ -78,7 +88,21 @@ class Tallies:
             self.layers.add(layer)
         return layer
 
+    def bounded_coverage(self) -> list[tuple[str, str, str, bool, str]]:
+        """Engine, pool, subject, whether it is covered, and why not, of at most :data:`MAX_SUBJECTS` subjects."""
+        stated = [
+            (engine, pool, subject[:MAX_REASON], covered, reason[:MAX_REASON])
+            for (engine, pool, subject), (covered, reason) in list(self.coverage.items())
+        ]
+        if len(stated) <= MAX_SUBJECTS:
+            return stated
+        stated.sort(key=lambda statement: statement[3])
+        shown, others = stated[: MAX_SUBJECTS - 1], stated[MAX_SUBJECTS - 1 :]
+        engine, _, _, covered, _ = others[0]
+        return [*shown, (engine, "", OTHER_SUBJECT, covered, "" if covered else f"{len(others)} more subjects")]
+
     def forget_pools(self) -> None:
         """Starts the pools' totals from zero, as a forked child must; what is patched and covered stays true there."""
         self.pools.clear()
+        self.evictions.clear()
         self.layers.clear()

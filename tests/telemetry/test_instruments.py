@@ -41,6 +41,7 @@ def test_every_instrument_has_its_name_and_unit(opened: Opened, receiver: HttpOt
         ("kvcanary.incidents", "{incident}", "counter"),
         ("kvcanary.step.duration", "s", "histogram"),
         ("kvcanary.coverage", "1", "gauge"),
+        ("kvcanary.evictions", "{block}", "counter"),
         ("kvcanary.records.memory", "By", "updowncounter"),
         ("kvcanary.pools", "{pool}", "updowncounter"),
         ("kvcanary.patches", "{class}", "updowncounter"),
@@ -89,6 +90,34 @@ def test_layers_beyond_256_are_counted_as_other(opened: Opened, receiver: HttpOt
     layers = {point.attributes["kvcanary.layer"] for point in receiver.points_of("kvcanary.violations")}
     assert len(layers) == 257
     assert receiver.latest("kvcanary.violations", kvcanary_layer="other") == 300 - 256
+
+
+def test_beyond_256_subjects_what_is_not_covered_is_named_first_and_the_least_of_the_others_stands_for_them(
+    opened: Opened, receiver: HttpOtlpReceiver
+) -> None:
+    telemetry, _ = opened
+    for number in range(400):
+        telemetry.coverage("demo", f"layer {number}", number != 399, "x" * 5000)
+    assert telemetry.flush(10)
+    last = {
+        str(point.attributes["kvcanary.subject"]): point for point in receiver.points_of("kvcanary.coverage")[-256:]
+    }
+    assert len(last) == 256
+    assert (last["layer 399"].value, len(str(last["layer 399"].attributes["kvcanary.reason"]))) == (0, 200)
+    assert last["other"].value == 1
+    for number in range(400):
+        telemetry.coverage("demo", f"layer {number}", False, "gone")
+    assert telemetry.flush(10)
+    assert receiver.latest("kvcanary.coverage", kvcanary_subject="other") == 0
+
+
+def test_evictions_are_counted_by_what_became_of_them(opened: Opened, receiver: HttpOtlpReceiver) -> None:
+    telemetry, _ = opened
+    telemetry.evicted("demo", {"evicted": 2, "held": 0})
+    telemetry.evicted("demo", {"evicted": 1, "held": 4})
+    assert telemetry.flush(10)
+    assert receiver.latest("kvcanary.evictions", kvcanary_outcome="evicted") == 3
+    assert receiver.latest("kvcanary.evictions", kvcanary_outcome="held") == 4
 
 
 def test_the_duration_is_in_seconds_by_phase_in_buckets_from_50_microseconds_to_a_second(

@@ -4,8 +4,8 @@ The scheduler's process owns the allocator: `scheduler` checks its acts there, a
 `SchedulerOutput` to the workers, where a `follower` tells them to the canary of the pool. `model_runner` (V1) and
 `v2_model_runner` patch a runner and describe its steps, `attached_runner` is what they share, `pool` describes a
 runner's pool, `slot_probe` finds out where a layer keeps the bytes of a slot, `histories` keeps the tokens of requests
-where the engine has none on the device, `versions` says which releases all of this was checked against, and `worker`
-and `weights` hear of new weights.
+where the engine has none on the device, `versions` says which releases all of this was checked against, `worker`
+and `weights` hear of new weights, and `containment` takes corrupt blocks out of the prefix index.
 """
 
 from __future__ import annotations

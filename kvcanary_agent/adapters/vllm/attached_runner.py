@@ -27,12 +27,14 @@ class AttachedRunner:
         part: What switches itself off if the agent fails in one of the runner's steps.
         pool: The pool, as `pool.describe_pool` has found it.
         allocator: What the scheduler's process tells.
+        condemned: Blocks that are to leave the prefix index; None if none ever is.
         connector: What moves K/V from and to elsewhere; None if nothing does.
     """
 
     def __init__(self, runner: Any, pool: Pool, canary: Canary) -> None:
         self.canary = canary
         self.part = runtime.FailOpen("vllm", "model runner step")
+        self.condemned = runtime.condemned_blocks(canary)
         self.pool = pool
         self.allocator = AllocatorFollower(canary, pool.group_ids)
         self.connector: WatchedConnector | None = watch_connector(

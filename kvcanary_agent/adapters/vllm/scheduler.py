@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from kvcanary_agent import runtime
 from kvcanary_agent.activation.patching import Around
+from kvcanary_agent.adapters.vllm import containment
 from kvcanary_agent.adapters.vllm.events import Action, BlockEvent, ExternalLoad, StepEvents, attach
 from kvcanary_agent.adapters.vllm.pool import engine_version
 from kvcanary_agent.canary.allocator import AllocatorCanary, AllocatorLayout
@@ -62,6 +63,8 @@ class WatchedPool:
         self.part = runtime.FailOpen("vllm", "allocator")
         self.request: str | None = None
         """For whom the pool acts now."""
+        self.affected: set[str] = set()
+        """Requests that have read a corrupt block: what they compute is not to be found by others."""
         self._group_of = [_UNKNOWN_GROUP] * num_blocks
         self._with_table: set[str] = set()
         self._waiting: list[BlockEvent] = []
@@ -144,10 +147,12 @@ class WatchedPool:
     def table_dropped(self, request: str) -> None:
         """The request gives back all that it holds."""
         self._with_table.discard(request)
+        self.affected.discard(request)
 
     def given_up(self, blocks: Iterable[Any], request: str) -> None:
         """The request is over, but its blocks return to the pool later, when no step writes to them any more."""
         self._with_table.discard(request)
+        self.affected.discard(request)
         real = [block for block in blocks if not block.is_null]
         self.canary.given_up([block.block_id for block in real], request)
         self._tell_freed(request, real)
@@ -232,6 +237,13 @@ def patch_manager(cls: type) -> None:
 def patch_scheduler(cls: type) -> None:
     """Patch ``Scheduler``."""
     _patch(cls, {"schedule": ()})
+    if containment.is_asked_for():
+        containment.patch_scheduler_updates(cls, _affected_of)
+
+
+def _affected_of(manager: Any) -> set[str] | None:
+    watched = _watch_of(manager)
+    return None if watched is None else watched.affected
 
 
 # Classes that are not as this adapter knows them: no pool of this process is watched.
@@ -387,7 +399,10 @@ def _around_cache_full_blocks(
     watched = _watch_of(pool)
     if watched is not None:
         with watched.part:
-            watched.indexed(request.request_id, blocks[num_cached_blocks:num_full_blocks])
+            fresh = blocks[num_cached_blocks:num_full_blocks]
+            watched.indexed(request.request_id, fresh)
+            if request.request_id in watched.affected:
+                pool.evict_blocks({block.block_id for block in fresh if not block.is_null})
     return result
 
 

@@ -1,4 +1,4 @@
-"""Patch points of vLLM's worker: new weights while it serves, and waking up from sleep."""
+"""Patch points of vLLM's worker: new weights while it serves, waking up from sleep, and what it sends back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcanary_agent import runtime
+from kvcanary_agent.adapters.vllm import containment
 from kvcanary_agent.adapters.vllm.attached_runner import pool_contents_lost, weights_changed
 
 # Each replaces weights, or says that they have been replaced; a worker of another version may lack some.
@@ -17,6 +18,8 @@ def patch_worker(cls: type) -> None:
     arounds: dict[str, Callable[..., Any]] = dict.fromkeys(_NEW_WEIGHTS, _around_new_weights)
     arounds["wake_up"] = _around_wake_up
     runtime.patch_class("vllm", cls, {name: around for name, around in arounds.items() if hasattr(cls, name)})
+    if containment.is_asked_for():
+        containment.patch_worker_outputs(cls)
 
 
 def _around_new_weights(call: Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,8 @@ Used as ``KVCANARY_ADAPTERS=vllm,/path/to/this/file``. ``FAULTS`` in the environ
   one bit of a slot that the first running request has filled.
 - ``{"kind": "swap_blocks", "after_step": n}``: swap the first two blocks of the table of the
   running request that has the most.
+- ``{"kind": "spoil_first_block", "after_step": n}``: overwrite, in every layer, the block that the first request of all
+  began with, whether or not it still runs.
 - ``{"kind": "foreign_block", "after_step": n}``: the first block of the third running request becomes the first block
   of the fifth one, too.
 
@@ -38,6 +40,8 @@ def patch(module: ModuleType) -> None:
     def around_sample_tokens(call: Callable[..., Any], runner: Any, /, *args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         step = next(steps)
+        if step == 1:
+            _first_blocks.append(int(_block_tables(runner)[0][0][0]))
         for fault in faults:
             if fault["after_step"] == step:
                 done = _INJECTIONS[fault["kind"]](runner, fault)
@@ -80,6 +84,16 @@ def _foreign_block(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
     return {"slots": _slots(runner, rows[4][:1])}
 
 
+_first_blocks: list[int] = []
+
+
+def _spoil_first_block(runner: Any, fault: dict[str, Any]) -> dict[str, Any]:
+    (block,) = _first_blocks
+    for layer in runner.kv_cache_config.kv_cache_groups[0].layer_names:
+        runner.compilation_config.static_forward_context[layer].kv_cache[block] = 4.0
+    return {"block": block}
+
+
 def _block_tables(runner: Any) -> tuple[list[Any], list[int]]:
     """A view of the first table of each running request, ``[blocks]``, and how many of its blocks are in use.
 
@@ -104,5 +118,6 @@ def _slots(runner: Any, blocks: Any) -> list[int]:
 _INJECTIONS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "flip_bit": _flip_bit,
     "swap_blocks": _swap_blocks,
+    "spoil_first_block": _spoil_first_block,
     "foreign_block": _foreign_block,
 }
