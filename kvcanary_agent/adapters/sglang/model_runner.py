@@ -14,6 +14,7 @@ import torch
 
 from kvcanary_agent import runtime
 from kvcanary_agent.adapters.sglang.allocator import follow
+from kvcanary_agent.adapters.sglang.containment import Containment, containment_of, patch_scheduler_turns
 from kvcanary_agent.adapters.sglang.events import Events
 from kvcanary_agent.adapters.sglang.histories import Histories
 from kvcanary_agent.adapters.sglang.host_tier import Arrivals, follow_copies, why_not_followed
@@ -45,9 +46,10 @@ _POOL_BYTES_PER_HISTORY_BYTE = 500
 class WatchedRunner:
     """A model runner whose pool is watched."""
 
-    def __init__(self, pool: Pool, canary: Canary, allocators: Sequence[Any]) -> None:
+    def __init__(self, pool: Pool, canary: Canary, allocators: Sequence[Any], containment: Containment | None) -> None:
         self.canary = canary
         self.part = runtime.FailOpen("sglang", f"pool {canary.layout.pool}")
+        self.containment = containment
         self._pool = pool
         self.events = Events(self.part)
         self.arrivals = Arrivals()
@@ -136,6 +138,17 @@ def patch_scheduler(cls: type) -> None:
     """Patch ``Scheduler``, which says when there is nothing to do."""
     if hasattr(cls, "on_idle"):
         runtime.patch_class("sglang", cls, {"on_idle": _around_on_idle})
+    if runtime.settings().on_violation == "evict":
+        patch_scheduler_turns(cls, _containment_of)
+
+
+def _containment_of(scheduler: Any) -> Containment | None:
+    watched = _watched_of(_runner_of(scheduler))
+    return None if watched is None else watched.containment
+
+
+def _runner_of(scheduler: Any) -> object:
+    return getattr(getattr(scheduler, "tp_worker", None), "model_runner", None)
 
 
 def patch_forward_batch(cls: type) -> None:
@@ -173,7 +186,7 @@ def _around_init_new(
 
 
 def _around_on_idle(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-    watched = _watched_of(getattr(getattr(scheduler, "tp_worker", None), "model_runner", None))
+    watched = _watched_of(_runner_of(scheduler))
     if watched is not None and watched.part.on:
         with watched.part:
             watched.audit(scheduler.tree_cache)
@@ -226,7 +239,8 @@ def _attach(runner: Any) -> None:
         return
     canary = runtime.open_canary(pool.layout)
     if canary is not None:
-        watched = _watched[runner] = WatchedRunner(pool, canary, pool.allocators)
+        watched = WatchedRunner(pool, canary, pool.allocators, containment_of(runner, canary))
+        _watched[runner] = watched
         if copied:
             follow_copies(runner.token_to_kv_pool, watched.events, watched.arrivals)
 

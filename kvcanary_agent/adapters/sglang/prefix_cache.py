@@ -1,4 +1,4 @@
-"""An audit of the whole prefix cache whenever the scheduler has nothing to do.
+"""What the prefix cache holds: for an audit whenever the scheduler has nothing to do, and to take corrupt pages out.
 
 The engine's radix tree can list every slot that it holds, with position and predecessor: it does so for the engine's
 own canary. Where it cannot, what the tree holds is checked when a request hits it, and its bytes by the patrol.
@@ -21,3 +21,9 @@ def walk(tree_cache: Any, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     found = tree_cache.tree_core.walk_for_kv_canary(unlocked_only=False, swa_resident_only=False)
     slots, positions, previous = found.slot_indices, found.positions, found.prev_slot_indices
     return slots.to(device), positions.to(device), previous.to(device)
+
+
+def pages_of(tree_cache: Any, page_size: int, *, unlocked_only: bool) -> set[int]:
+    """The pages that it holds, or only those that no running request uses."""
+    found = tree_cache.tree_core.walk_for_kv_canary(unlocked_only=unlocked_only, swa_resident_only=False)
+    return set((found.slot_indices // page_size).tolist())

@@ -12,6 +12,7 @@ Used as ``KVCANARY_ADAPTERS=sglang,/path/to/this/file``. After each decode step 
 - ``{"kind": "hand_out_twice"}``: a page of the longest request is put at the head of the allocator's free list.
 - ``{"kind": "wrong_write"}``: the next token of the first request goes to a slot of the second.
 - ``{"kind": "idle_bit", "layer": index}``: one bit of a slot of the prefix cache that no running request uses.
+- ``{"kind": "spoil_cached"}``: every layer of a page of the prefix cache that no running request uses.
 - ``{"kind": "wrong_hit"}``: the next request that hits the prefix cache is given the slots of others.
 - ``{"kind": "wrong_namespace_hit"}``: the same, where the others have the same prompt under another extra key.
 - ``{"kind": "free_cached"}``: the allocator is given back a page that the prefix cache holds and no request uses.
@@ -187,6 +188,15 @@ def _idle_bit(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
     return {"slots": slots[:1], "layer": f"layers.{fault['layer'] % len(pool.k_buffer)}"}
 
 
+def _spoil_cached(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
+    slots = _cached_page(runner, batch)
+    if slots is None:
+        return None
+    for buffer in (*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer):
+        buffer[slots] = 4.0
+    return {"slots": slots}
+
+
 def _free_cached(runner: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
     slots = _cached_page(runner, batch)
     if slots is None:
@@ -255,6 +265,7 @@ _AFTER_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
     "free_twice": _free_twice,
     "hand_out_twice": _hand_out_twice,
     "idle_bit": _idle_bit,
+    "spoil_cached": _spoil_cached,
     "free_cached": _free_cached,
 }
 _BEFORE_A_STEP: dict[str, Callable[[Any, Any, dict[str, Any]], Done | None]] = {
