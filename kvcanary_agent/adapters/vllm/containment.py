@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcanary_agent import runtime
 from kvcanary_agent.adapters.vllm.attached_runner import AttachedRunner, attached_to
+from kvcanary_agent.adapters.vllm.pool import NotCovered
 
 _ATTRIBUTE = "kvcanary_condemned"
 _FORM = 1
@@ -34,27 +35,30 @@ def patch_worker_outputs(cls: type) -> None:
     if problem is not None:
         runtime.not_covered("vllm", "eviction", problem)
         return
-    runtime.patch_class("vllm", cls, dict.fromkeys(points, _around_output))
+    part = runtime.FailOpen("vllm", "eviction")
+
+    def around_output(call: Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        attached = attached_to(worker.model_runner, AttachedRunner)
+        if part.on and attached is not None and attached.condemned is not None:
+            with part:
+                _refuse_what_goes_nowhere(worker, attached)
+                sent = _sent(output)
+                blocks = attached.condemned.take() if sent is not None else []
+                if blocks:
+                    attach(sent, [block for _, block in blocks])
+        return output
+
+    runtime.patch_class("vllm", cls, dict.fromkeys(points, around_output))
 
 
-def _around_output(call: Callable[..., Any], worker: Any, /, *args: Any, **kwargs: Any) -> Any:
-    output = call(*args, **kwargs)
-    attached = attached_to(worker.model_runner, AttachedRunner)
-    if attached is not None and attached.condemned is not None:
-        with attached.part:
-            _say_where_outputs_go_nowhere(attached)
-            sent = _sent(output)
-            blocks = attached.condemned.take() if sent is not None else []
-            if blocks:
-                attach(sent, [block for _, block in blocks])
-    return output
-
-
-def _say_where_outputs_go_nowhere(attached: AttachedRunner) -> None:
+def _refuse_what_goes_nowhere(worker: Any, attached: AttachedRunner) -> None:
+    """Raise NotCovered in a process whose outputs the scheduler does not get, which switches this off."""
     layout = attached.canary.layout
     if layout.rank:
-        reason = f"what rank {layout.rank} of {layout.world_size} finds does not reach the scheduler"
-        runtime.not_covered("vllm", "eviction", reason)
+        raise NotCovered(f"what rank {layout.rank} of {layout.world_size} finds does not reach the scheduler")
+    if worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise NotCovered("what other pipeline stages than the last find does not reach the scheduler")
 
 
 def _sent(output: Any) -> Any | None:
