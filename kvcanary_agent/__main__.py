@@ -54,6 +54,12 @@ def _doctor(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def _dashboards(arguments: list[str]) -> int:
+    from kvcanary_agent.dashboards import command
+
+    return command.main(arguments)
+
+
 # Each imports what it needs when it is chosen, and this file nothing: `run` must not wait, not even for the search that
 # an import is.
 COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
@@ -63,13 +69,14 @@ COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
     "demo": (_demo, "see the agent catch a corrupted KV cache"),
     "doctor": (_doctor, "say what the agent covers here, and what not"),
     "report": (_report, "show an incident file"),
+    "dashboards": (_dashboards, "print alert rules for Prometheus, or a dashboard for Grafana"),
     "faults": (_faults, "run fault cases on an embedded pool"),
 }
 
 
 def _usage() -> str:
     lines = ["usage: kvcanary-agent COMMAND ...", "       kvcanary-agent --version | --help", ""]
-    lines += [f"  {name:<8} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join([*lines, "", "kvcanary-agent COMMAND --help says more about one of them.", ""])
 
 

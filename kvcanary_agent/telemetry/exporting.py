@@ -17,7 +17,7 @@ from kvcanary_agent.telemetry.incidents import IncidentRecorder
 from kvcanary_agent.telemetry.incidents.folder import IncidentFolder
 from kvcanary_agent.telemetry.instruments import create_instruments
 from kvcanary_agent.telemetry.log_lines import unlock_handlers
-from kvcanary_agent.telemetry.providers import Signal, choose_providers, is_proxy
+from kvcanary_agent.telemetry.providers import Signal, choose_providers, flush, is_proxy
 from kvcanary_agent.telemetry.reporter import Reporter
 from kvcanary_agent.telemetry.semconv import SCOPE
 from kvcanary_agent.telemetry.tallies import Tallies
@@ -121,9 +121,7 @@ class Exporting:
         )
 
     def _flush(self, signal: Signal) -> None:
-        force_flush = getattr(self._providers.current(signal), "force_flush", None)
-        if force_flush is not None:
-            force_flush()
+        flush(self._providers.current(signal))
 
     def _shut_down(self, signal: Signal) -> None:
         if signal in self._providers.private:

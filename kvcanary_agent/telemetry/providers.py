@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -91,6 +91,30 @@ def is_proxy(provider: object) -> bool:
     return isinstance(provider, (trace.ProxyTracerProvider, _ProxyMeterProvider, ProxyLoggerProvider))
 
 
+def flush(provider: object) -> None:
+    """Has a provider of any signal export what it holds, if it can; may raise, and wait for the exporter.
+
+    Readers that are scraped have nothing to flush: Prometheus's keeps each collection that it is flushed for, and shows
+    all of them in the next scrape, every series as many times.
+    """
+    # The SDK keeps the readers in the first place, older ones in the second.
+    readers: Sequence[Any] | None = getattr(provider, "_metric_readers", None)
+    if readers is None:
+        readers = getattr(getattr(provider, "_sdk_config", None), "metric_readers", ())
+    if any(map(_is_scraped, readers or ())):
+        for reader in readers or ():
+            if not _is_scraped(reader):
+                reader.force_flush()
+        return
+    force_flush = getattr(provider, "force_flush", None)
+    if force_flush is not None:
+        force_flush()
+
+
+def _is_scraped(reader: object) -> bool:
+    return any(cls.__name__ == "PrometheusMetricReader" for cls in type(reader).__mro__)
+
+
 def choose_providers(resource_attributes: Mapping[str, str | int]) -> Providers:
     """Chooses the providers, building private ones where needed.
 
@@ -103,23 +127,25 @@ def choose_providers(resource_attributes: Mapping[str, str | int]) -> Providers:
     meter_provider: metrics.MeterProvider = _given.get("metrics") or metrics.get_meter_provider()
     logger_provider: _logs.LoggerProvider = _given.get("logs") or _logs.get_logger_provider()
     private: set[Signal] = set()
+    problems = _Problems()
     resource = cache(lambda: _resource(resource_attributes))
 
     if is_proxy(tracer_provider):
-        private_tracer_provider = _build("traces", _private_tracer_provider, resource)
+        private_tracer_provider = _build("traces", _private_tracer_provider, resource, problems)
         if private_tracer_provider is not None:
             tracer_provider = private_tracer_provider
             private.add("traces")
     if is_proxy(meter_provider):
-        private_meter_provider = _build("metrics", _private_meter_provider, resource)
+        private_meter_provider = _build("metrics", _private_meter_provider, resource, problems)
         if private_meter_provider is not None:
             meter_provider = private_meter_provider
             private.add("metrics")
     if is_proxy(logger_provider):
-        private_logger_provider = _build("logs", _private_logger_provider, resource)
+        private_logger_provider = _build("logs", _private_logger_provider, resource, problems)
         if private_logger_provider is not None:
             logger_provider = private_logger_provider
             private.add("logs")
+    problems.say()
     return Providers(
         traces=tracer_provider,
         metrics=meter_provider,
@@ -133,9 +159,10 @@ def _build(
     signal: Signal,
     build: Callable[[list[Any], Resource], _Provider],
     resource: Callable[[], Resource],
+    problems: _Problems,
 ) -> _Provider | None:
     """A private provider, or None if no exporter for ``signal`` is asked for or it cannot be built."""
-    exporters = list(_exporters(signal))
+    exporters = list(_exporters(signal, problems))
     if not exporters:
         return None
     try:
@@ -200,7 +227,31 @@ def _resource(attributes: Mapping[str, str | int]) -> Resource:
     return resource
 
 
-def _exporters(signal: Signal) -> Iterator[Any]:
+class _Problems:
+    """What is wrong with exporters: the same of several signals is one line."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], tuple[dict[str, None], list[Signal]]] = {}
+
+    def add(self, setting: str, signal: Signal, problem: str, remedy: str) -> None:
+        """``setting`` asks for something that ``signal`` cannot be exported through."""
+        settings, signals = self._found.setdefault((problem, remedy), ({}, []))
+        settings[setting] = None
+        signals.append(signal)
+
+    def say(self) -> None:
+        for (problem, remedy), (settings, signals) in self._found.items():
+            *others, last = signals
+            _logger.error(
+                "kvcanary: %s: %s; %s are not exported through it; %s",
+                ", ".join(settings),
+                problem,
+                f"{', '.join(others)} and {last}" if others else last,
+                remedy,
+            )
+
+
+def _exporters(signal: Signal, problems: _Problems) -> Iterator[Any]:
     """The exporters that the environment asks for, those that work."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return
@@ -213,59 +264,40 @@ def _exporters(signal: Signal) -> Iterator[Any]:
     for name in (part.strip() for part in named.split(",")):
         if not name or name.lower() == "none":
             continue
-        exporter = _exporter(signal, name, variable)
+        exporter = _exporter(signal, name, variable, problems)
         if exporter is not None:
             yield exporter
 
 
-def _exporter(signal: Signal, name: str, variable: str) -> Any | None:
-    """The exporter ``name``, or None after a log line that blames ``variable``."""
+def _exporter(signal: Signal, name: str, variable: str, problems: _Problems) -> Any | None:
+    """The exporter ``name``, or None if there is a problem, for which ``variable`` is to blame."""
     setting = f"{variable}={os.environ[variable]}"
-    registered = _otlp_exporter_name(signal) if name == "otlp" else name
+    registered = _otlp_exporter_name(signal, problems) if name == "otlp" else name
     if registered is None:
         return None
     group = f"opentelemetry_{signal}_exporter"
     found = next(iter(entry_points(group=group, name=registered)), None)
     if found is None:
         remedy = _INSTALL.get(registered, f"install the package that registers it under {group!r}, or correct the name")
-        _logger.error(
-            "kvcanary: %s: no exporter %r for %s is installed; %s are not exported; %s",
-            setting,
-            registered,
-            signal,
-            signal,
-            remedy,
-        )
+        problems.add(setting, signal, f"no exporter {registered!r} is installed", remedy)
         return None
     try:
         return found.load()()
     except Exception as error:
         install = _INSTALL.get(registered) if isinstance(error, ImportError) else None
-        _logger.error(
-            "kvcanary: %s: the exporter %r cannot be used (%s: %s); %s are not exported through it; %s",
-            setting,
-            registered,
-            type(error).__name__,
-            error,
-            signal,
-            install or "check its settings",
-        )
+        problem = f"the exporter {registered!r} cannot be used ({type(error).__name__}: {error})"
+        problems.add(setting, signal, problem, install or "check its settings")
         return None
 
 
-def _otlp_exporter_name(signal: Signal) -> str | None:
-    """The registered name of the OTLP exporter for the protocol that is set, or None after a log line."""
+def _otlp_exporter_name(signal: Signal, problems: _Problems) -> str | None:
+    """The registered name of the OTLP exporter for the protocol that is set, or None if there is none for it."""
     for variable in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         protocol = os.environ.get(variable, "").strip()
         if protocol:
             if protocol not in _OTLP_BY_PROTOCOL:
-                _logger.error(
-                    "kvcanary: %s=%s is not supported; %s are not exported; set it to %s",
-                    variable,
-                    protocol,
-                    signal,
-                    " or ".join(_OTLP_BY_PROTOCOL),
-                )
+                remedy = f"set it to {' or '.join(_OTLP_BY_PROTOCOL)}"
+                problems.add(f"{variable}={protocol}", signal, "no such protocol is supported", remedy)
             return _OTLP_BY_PROTOCOL.get(protocol)
     return _OTLP_BY_PROTOCOL["grpc"]
 

@@ -29,6 +29,7 @@ def test_every_instrument_has_its_name_and_unit(opened: Opened, receiver: HttpOt
     telemetry, pool = opened
     telemetry.patched("demo", "BlockManager", "patched")
     telemetry.coverage("demo", "prefix cache", True)
+    telemetry.evicted("demo", {"evicted": 1})
     pool.records_memory(1_000, 200_000)
     pool.lost_violations(2)
     finish_pass(pool, violation(), counts=CheckCounts(slots={"token": (64, 1)}))

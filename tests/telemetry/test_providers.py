@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 
+from kvcanary_agent.telemetry import providers
 from tests.otlp_receiver import HttpOtlpReceiver
 from tests.telemetry.conftest import StartChild
 from tests.telemetry.samples import finish_pass, open_pool, violation
@@ -203,7 +205,7 @@ def test_all_signals_name_the_same_instance_of_the_service(receiver: HttpOtlpRec
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("OTEL_TRACES_EXPORTER", "zipkin_json", "'zipkin_json' for traces is installed"),
+        ("OTEL_TRACES_EXPORTER", "zipkin_json", "no exporter 'zipkin_json' is installed; traces are not exported"),
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "set it to grpc or http/protobuf"),
     ],
 )
@@ -224,6 +226,41 @@ def test_an_exporter_that_is_not_there_is_one_line_and_the_other_signals_go_on(
     assert said in line
     assert receiver.points
     assert not receiver.spans
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "signals"),
+    [
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"},
+            "OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317",
+            "traces, metrics and logs",
+        ),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_LOGS_EXPORTER": "otlp"},
+            "OTEL_TRACES_EXPORTER=otlp, OTEL_LOGS_EXPORTER=otlp",
+            "traces and logs",
+        ),
+    ],
+    ids=["one_setting", "two_settings"],
+)
+def test_a_package_that_lacks_for_several_signals_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environment: dict[str, str],
+    settings: str,
+    signals: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(providers, "entry_points", lambda **_: [])
+    telemetry, _ = open_pool()
+    assert telemetry.shutdown(timeout_s=10)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvcanary_agent"]
+    assert line == (
+        f"kvcanary: {settings}: no exporter 'otlp_proto_grpc' is installed; {signals} are not exported through it; "
+        "pip install 'kvcanary-agent[otlp]'"
+    )
 
 
 @pytest.mark.parametrize("failure", [ImportError("no module named grpc"), ValueError("bad endpoint")], ids=repr)
@@ -272,3 +309,38 @@ def test_a_wrong_metric_interval_is_one_line_and_the_default(
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"OTEL_METRIC_EXPORT_INTERVAL={interval}" in line
     assert receiver.points
+
+
+def test_readers_that_are_scraped_are_not_flushed_and_others_beside_them_are() -> None:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import (
+        InMemoryMetricReader,
+        MetricExporter,
+        MetricExportResult,
+        PeriodicExportingMetricReader,
+    )
+    from prometheus_client import REGISTRY
+
+    exported = []
+
+    class Exporter(MetricExporter):
+        def export(self, metrics_data: object, timeout_millis: float = 0, **_: object) -> MetricExportResult:
+            exported.append(metrics_data)
+            return MetricExportResult.SUCCESS
+
+        def force_flush(self, timeout_millis: float = 0) -> bool:
+            return True
+
+        def shutdown(self, timeout_millis: float = 0, **_: object) -> None:
+            pass
+
+    scraped = PrometheusMetricReader()
+    host = MeterProvider([scraped, PeriodicExportingMetricReader(Exporter(), math.inf), InMemoryMetricReader()])
+    host.get_meter("host").create_counter("asked").add(1)
+    for _ in range(3):
+        providers.flush(host)
+    series = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == "asked_total"]
+    host.shutdown()
+    assert len(exported) >= 3
+    assert len(series) == 1
