@@ -6,7 +6,9 @@ waits for the first step, from the one asked for, in which it can strike.
 
 from __future__ import annotations
 
+import logging
 import random
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -19,6 +21,51 @@ from kvcanary_agent.settings import Drill, Settings
 _T = TypeVar("_T")
 _Undo = Callable[[], None]
 
+_log = logging.getLogger("kvcanary_agent")
+
+PATIENCE = 1000
+"""Steps without an occasion after which a drill says that it still waits, and for what."""
+
+_NEEDS = {
+    "content": "a step that reads a slot which an earlier one has written",
+    "idle_block": "a block that is written in full and that no request of the step uses",
+    "nonfinite": "a null block of floating-point numbers",
+    "block_table_swap": "a request with two full blocks",
+    "foreign_block": "two requests, one with a full block that is not the other's",
+    "slot_mapping": "a step that writes to a slot before the pool's last",
+    "lost_write": "a step that writes",
+}
+
+
+class _Wait:
+    """A drill's wait for a step in which it can strike; a drill that never does is not to go unnoticed."""
+
+    def __init__(self, drill: Drill) -> None:
+        self.over = False
+        self._drill = drill
+        self._steps = 0
+        self._said = False
+
+    def in_vain(self) -> None:
+        """Another step has come in which it could not strike."""
+        self._steps += 1
+        if self._steps == PATIENCE:
+            self._say(f"in {PATIENCE} steps, and still waits; it needs {_NEEDS[self._drill.kind]}")
+
+    def end(self) -> None:
+        """The pool is gone, or the process ends."""
+        if self.over:
+            return
+        if self._steps:
+            self._say(f"in {self._steps} steps; it needs {_NEEDS[self._drill.kind]}")
+        else:
+            self._say(f"before the end: there was no step {self._drill.step}")
+
+    def _say(self, how_long: str) -> None:
+        if not self._said:
+            self._said = True
+            _log.warning("kvcanary: DRILL: %s@%d has not struck %s", self._drill.kind, self._drill.step, how_long)
+
 
 class DrillingCanary(Canary):
     """A canary that, once, injects the fault it is then to report."""
@@ -27,17 +74,21 @@ class DrillingCanary(Canary):
         super().__init__(layout, settings, sink)
         self._drill = drill
         self._random = random.Random(drill.seed)
-        self._waiting = True
+        self._wait = _Wait(drill)
+        # Runs when the canary is dropped, or at exit.
+        weakref.finalize(self, self._wait.end)
         self._undo_write: _Undo | None = None
 
     def before_forward(self, step: ForwardStep) -> None:
-        if self._waiting and self.step + 1 >= self._drill.step:
+        if not self._wait.over and self.step + 1 >= self._drill.step:
             # An engine's tensors may be inference tensors, which only inference mode may change.
             with torch.inference_mode():
                 done = _INJECTIONS[self._drill.kind](self, step)
             if done is not None:
-                self._waiting = False
+                self._wait.over = True
                 self._sink.drill(self._drill.kind, self.step + 1, done)
+            else:
+                self._wait.in_vain()
         super().before_forward(step)
 
     def after_forward(self) -> None:

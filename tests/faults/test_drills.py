@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from kvcanary_agent import runtime
 from kvcanary_agent.canary import Kind, KVCanaryError
 from kvcanary_agent.demo.config import EngineConfig
 from kvcanary_agent.demo.engine import Engine
+from kvcanary_agent.faults import drills
 from kvcanary_agent.settings import DRILLS, Drill, Settings, SettingsError
 from tests.canary.toy import RecordingSink
 
@@ -105,6 +107,38 @@ def test_without_a_drill_nothing_strikes(sink: DrillSink, monkeypatch: pytest.Mo
     serve(monkeypatch)
     assert not sink.drills
     assert not sink.violations
+
+
+@pytest.mark.parametrize(
+    ("drill", "said"),
+    [
+        ("nonfinite@8", "nonfinite@8 has not struck in {} steps, and still waits; it needs a null block"),
+        ("content@5000", "content@5000 has not struck before the end: there was no step 5000"),
+    ],
+)
+def test_a_drill_that_finds_no_occasion_says_so(
+    sink: DrillSink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, drill: str, said: str
+) -> None:
+    monkeypatch.setattr(drills, "PATIENCE", 10)
+    monkeypatch.setitem(drills._INJECTIONS, "nonfinite", lambda canary, step: None)
+    serve(monkeypatch, KVCANARY_DRILL=drill)
+    gc.collect()
+    assert not sink.drills
+    (line,) = [record.getMessage() for record in caplog.records if "has not struck" in record.getMessage()]
+    assert said.format(10) in line
+
+
+def test_a_drill_that_waits_when_the_process_ends_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcanary_agent", "run", "-c", PROGRAM.replace(", list(range(100, 120))", "")],
+        env={**os.environ, "KVCANARY_DRILL": "foreign_block@5"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    (line,) = [line for line in done.stderr.splitlines() if "has not struck" in line]
+    assert "it needs two requests" in line
 
 
 def test_a_confirmed_drill_fails_a_step_in_raise_mode(sink: DrillSink, monkeypatch: pytest.MonkeyPatch) -> None:
