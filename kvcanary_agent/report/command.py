@@ -18,7 +18,10 @@ def main(argv: Sequence[str]) -> int:
     """Show an incident; the exit status: 0, or 2 if it cannot be read or the page cannot be written."""
     arguments = _parser().parse_args(argv)
     try:
-        path = newest_in(arguments.incident) if arguments.incident.is_dir() else arguments.incident
+        path = arguments.incident
+        if path.is_dir():
+            path, others = newest_in(path)
+            print(f"{path}, the newest of {others + 1}" if others else f"{path}, the only one there")
         incident = read_incident(path)
         if arguments.output is None:
             show(incident, Screen(sys.stdout, os.environ))

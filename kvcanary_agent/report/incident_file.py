@@ -60,8 +60,8 @@ def _printable(value: object) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def newest_in(folder: Path) -> Path:
-    """The incident file of a folder that was written last.
+def newest_in(folder: Path) -> tuple[Path, int]:
+    """The incident file of a folder that was written last, and how many others there are.
 
     Raises:
         IncidentError: There is none.
@@ -71,7 +71,7 @@ def newest_in(folder: Path) -> Path:
         raise IncidentError(
             f"{folder} holds no incident file ({PREFIX}*.json); is KVCANARY_INCIDENT_DIR another folder?"
         )
-    return files[-1]
+    return files[-1], len(files) - 1
 
 
 def read_incident(path: Path) -> Fields:

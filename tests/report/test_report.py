@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvcanary_agent.canary.violation import BlockEvent, Kind, Neighbourhood, SlotState
+from kvcanary_agent.incident_files import PREFIX
 from kvcanary_agent.report.incident_file import read_incident
 from kvcanary_agent.report.page import page
 from kvcanary_agent.settings import Settings
@@ -103,7 +105,13 @@ def test_a_report_does_not_wait_for_torch(incident: Path) -> None:
 
 
 def test_a_folder_stands_for_its_newest_incident(incident: Path) -> None:
-    assert report(incident.parent).stdout == report(incident).stdout
+    shown = report(incident).stdout
+    assert report(incident.parent).stdout == f"{incident}, the only one there\n{shown}"
+    older = incident.with_name(f"{PREFIX}older.json")
+    older.touch()
+    os.utime(older, (1, 1))
+    assert report(incident.parent).stdout == f"{incident}, the newest of 2\n{shown}"
+    older.unlink()
 
 
 @pytest.mark.parametrize(
