@@ -118,6 +118,11 @@ def close_door(folder: str) -> str:
     return f"{path} is removed: processes that start from now on do without the agent"
 
 
+def is_open(folder: str) -> bool:
+    """Whether the file is in `folder`. Raises `SiteDoorError` if one of its name is there that is somebody else's."""
+    return _is_ours(_path(folder))
+
+
 def _path(folder: str) -> str:
     return os.path.join(folder, "kvcanary_agent.start" if sys.version_info >= (3, 15) else "kvcanary_agent.pth")
 

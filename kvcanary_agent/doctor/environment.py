@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -13,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from kvcanary_agent import builtin_targets
+from kvcanary_agent.activation import site_door
 from kvcanary_agent.activation.launcher import LaunchError, instrumented
 from kvcanary_agent.settings import Settings
 
@@ -164,7 +166,16 @@ def doors(environ: Mapping[str, str]) -> dict[str, str]:
     for group in _ENTRY_POINTS:
         here = any(point.value.startswith("kvcanary_agent") for point in metadata.entry_points(group=group))
         found[group] = "" if here else "kvcanary-agent is not installed in this environment"
+    found["enable --site"] = _site_door()
     return found
+
+
+def _site_door() -> str:
+    try:
+        is_open = site_door.is_open(sysconfig.get_path("purelib"))
+    except site_door.SiteDoorError as error:
+        return str(error)
+    return "" if is_open else "closed; kvcanary-agent enable --site opens it"
 
 
 def exporters(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The door in site-packages: put there and taken away by a command, and by nothing else."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -53,6 +54,17 @@ def test_every_process_of_the_environment_has_the_agent_until_it_is_disabled(ena
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(path.name for path in enabled.site_packages.iterdir()) == ["_agent.pth"]
     assert enabled.python("-c", IS_IN).stdout == "0\n"
+
+
+def test_doctor_says_whether_the_door_is_open(enabled: Environment) -> None:
+    def door() -> str:
+        return str(json.loads(enabled.agent("doctor", "--json").stdout)["doors"]["enable --site"])
+
+    assert door() == ""
+    enabled.agent("disable")
+    assert door().startswith("closed")
+    enabled.file.write_text("import os\n")
+    assert "is not from kvcanary-agent enable" in door()
 
 
 def test_without_site_there_is_no_door_that_could_work(enabled: Environment) -> None:

@@ -80,6 +80,7 @@ def test_ways_in_exporters_and_wrong_settings_are_told() -> None:
     result = doctor("--json", KVCANARY_MODE="loud", OTEL_TRACES_EXPORTER="carrier_pigeon", OTEL_METRICS_EXPORTER="otlp")
     found = report(result)
     assert found["doors"]["kvcanary-agent run"] == ""
+    assert found["doors"]["enable --site"] == "closed; kvcanary-agent enable --site opens it"
     assert "'carrier_pigeon' is not installed" in found["exporters"]["traces"]
     assert found["exporters"]["metrics"] == "otlp_proto_grpc"
     assert found["exporters"]["logs"].startswith("nothing: neither OTEL_LOGS_EXPORTER")
