@@ -129,6 +129,8 @@ def evict(manager: Any, corrupt: Iterable[int], affected: set[str] | None) -> No
     held: dict[int, None] = {}
     for number in corrupt:
         block = pool.blocks[number]
+        if block.is_null:
+            continue  # every table that a window has passed over has it
         if block.ref_cnt:
             held[number] = None
         if block.block_hash is not None:

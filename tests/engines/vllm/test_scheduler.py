@@ -17,7 +17,7 @@ import torch
 from kvcanary_agent import runtime
 from kvcanary_agent.activation.patching import restore_all
 from kvcanary_agent.adapters import vllm as adapter
-from kvcanary_agent.adapters.vllm import scheduler
+from kvcanary_agent.adapters.vllm import containment, scheduler
 from kvcanary_agent.adapters.vllm.events import Action, attached_to
 from kvcanary_agent.canary import AllocatorCanary, AllocatorLayout, Kind, Sink, Violation
 from kvcanary_agent.settings import Settings
@@ -371,3 +371,39 @@ def test_events_that_no_output_takes_along_do_not_pile_up(heard: Heard, monkeypa
 
     assert not at.watched.part.on
     assert not at.watched._waiting
+
+
+def test_what_a_request_computes_from_a_corrupt_block_is_not_found_by_another(heard: Heard) -> None:
+    made = Manager(64)
+    request = made.request("reader", tokens_of(1, 5 * BLOCK))
+    assert made.admit(request)
+    table = made.manager.get_blocks("reader").blocks[0]
+
+    containment.evict(made.manager, [table[1].block_id], made.watched.affected)
+    assert made.decode(request, tokens_of(2, 2 * BLOCK))
+
+    table = made.manager.get_blocks("reader").blocks[0]
+    assert [block.block_hash is not None for block in table] == [True] + [False] * 6
+    made.send()
+    made.end(request)
+    assert not made.watched.affected
+    again = made.request("again", tokens_of(1, 5 * BLOCK) + tokens_of(2, 2 * BLOCK))
+    _, computed, _ = made.manager.get_computed_blocks(again)
+    assert computed == BLOCK
+    assert made.admit(again)
+    made.send()
+    assert heard.violations == []
+
+
+def test_a_corrupt_null_block_costs_no_request_its_place_in_the_index(heard: Heard) -> None:
+    made = Manager(64, window=True)
+    request = made.request("reader", tokens_of(1, 8 * BLOCK))
+    assert made.admit(request)
+    assert made.decode(request, tokens_of(2, BLOCK))
+    indexed = [block.block_id for block in made.pool.blocks if block.block_hash is not None]
+    assert any(block.is_null for block in made.manager.get_blocks("reader").blocks[1])
+
+    containment.evict(made.manager, [made.pool.null_block.block_id], made.watched.affected)
+
+    assert [block.block_id for block in made.pool.blocks if block.block_hash is not None] == indexed
+    assert not made.watched.affected
