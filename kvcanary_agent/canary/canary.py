@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -57,8 +57,8 @@ class Canary:
         self._sink = sink
         self._step = 0
         self._epoch = 0
-        self._counts: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._failed: defaultdict[str, int] = defaultdict(int)
         self._pending: list[Any] | None = None
         self._broken_entries = Recent()
         self._read_last: tuple[Sequence[str], list[tuple[Rows, Any]]] | None = None
@@ -71,9 +71,9 @@ class Canary:
             self._ring = ViolationRing(RING_CAPACITY, layout.device, len(layout.groups))
             self._ownership = [Ownership(g.num_blocks, g.null_block, g.device) for g in layout.groups]
             self._occupancy = [Occupancy(g.num_blocks, g.null_block, g.device) for g in layout.groups]
-        self._checks = [
-            checks_for(records, self._ring, index, self._count) for index, records in enumerate(self._records)
-        ]
+            self._checks = [
+                checks_for(records, self._ring, index, self._count) for index, records in enumerate(self._records)
+            ]
         # How often each block was handed out, or its contents given up, since the device was told last.
         self._voided: list[Counter[int]] = [Counter() for _ in layout.groups]
         self._claims = [IndexClaims(records) for records in self._records]
@@ -249,8 +249,9 @@ class Canary:
         They are not judged before `loaded` or `adopted` tells of the copy's end, or they are written anew.
         """
         self._settle()
-        records = self._records[group]
-        records.generation.view(-1, records.block_size).index_fill_(0, self._at(blocks), UNKNOWN)
+        records, at = self._records[group], self._at(blocks)
+        records.generation.view(-1, records.block_size).index_fill_(0, at, UNKNOWN)
+        records.forget_block_prints(at)
         records.has_unknown = True
 
     def adopted(
@@ -311,6 +312,7 @@ class Canary:
         if not complete:
             records = self._records[group]
             records.fingerprinted.view(-1, records.block_size).index_fill_(0, blocks, 0)
+            records.forget_block_prints(blocks)
             return
         owner = self._reporter.number_of(request) if request is not None else 0
         self._checks[group].verify_transfer(blocks, owner, self._step)
@@ -539,12 +541,12 @@ class Canary:
 
     def _settle(self) -> None:
         """Tell the device what events have said since the last time, in one copy that the host does not wait for."""
+        if not any(self._voided) and not any(ownership.has_changes for ownership in self._ownership):
+            return
         lists: list[Sequence[int]] = []
         for voided, ownership in zip(self._voided, self._ownership, strict=True):
             lists += [list(voided), list(voided.values()), *ownership.take_changes()]
             voided.clear()
-        if not any(lists):
-            return
         tensors = iter(lists_to_device(lists, self.layout.device))
         for records, ownership in zip(self._records, self._ownership, strict=True):
             blocks, times, *changes = islice(tensors, 7)

@@ -183,6 +183,11 @@ class Ownership:
         """Bring the tensors up to date."""
         self.apply(lists_to_device(self.take_changes(), self.references.device))
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether anything has changed since the tensors were settled last."""
+        return bool(self._counted or self._held_changes)
+
     def take_changes(self) -> list[list[int]]:
         """What `apply` wants, as lists: what has changed since the last time."""
         blocks = sorted(self._counted)

@@ -91,7 +91,7 @@ class Records:
         fingerprinted: int32: 0 between a write and the forward's end, then 1.
         order: int32, scratch: which of its step's new tokens wrote the slot.
         fingerprints: ``[parts, slots]`` int64.
-        block_prints: ``[parts, blocks]`` int64: fingerprints of whole blocks, by which checks may tell that a block is
+        block_prints: ``[blocks, parts]`` int64: fingerprints of whole blocks, by which checks may tell that a block is
             as it was when all its slots held what is on record; 0 where that is not known.
         has_unknown: Whether any slot was ever given the generation ``UNKNOWN``.
     """
@@ -125,7 +125,7 @@ class Records:
         self.fingerprints = torch.zeros((len(views), num_slots), dtype=torch.int64, device=device)
         # Only where checks run on the host: a GPU reads a slot in any layout at the memory's speed.
         blocks_known = num_blocks if device.type == "cpu" else 0
-        self.block_prints = torch.zeros((len(views), blocks_known), dtype=torch.int64, device=device)
+        self.block_prints = torch.zeros((blocks_known, len(views)), dtype=torch.int64, device=device)
 
         halves = self.table.view(torch.int32)
         self.position, self.generation = halves[:, 2 * Column.PLACE], halves[:, 2 * Column.PLACE + 1]
@@ -162,7 +162,7 @@ class Records:
     def forget_block_prints(self, blocks: torch.Tensor) -> None:
         """Something else is on record of ``[n]`` int64 blocks, or will be in them, than their prints were taken of."""
         if self.block_prints.numel():
-            self.block_prints.index_fill_(1, blocks, 0)
+            self.block_prints.index_fill_(0, blocks, 0)
 
     @property
     def fingerprints_by_block(self) -> torch.Tensor:

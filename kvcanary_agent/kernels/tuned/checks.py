@@ -14,7 +14,8 @@ from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.ring import ViolationRing
 
 from .content import ContentChecks
-from .few import few_writes
+from .few import FEW, few_writes
+from .memory import RecordMemory, tensor_of
 from .reads import CleanReads, ReadScreen
 from .writes import enter_writes, writes_are_clean
 
@@ -26,6 +27,7 @@ class TunedChecks(Checks):
         self, records: Records, ring: ViolationRing, group: int, count: Callable[[str, int, int], None]
     ) -> None:
         super().__init__(records, ring, group, count)
+        self._memory = RecordMemory(records)
         self._screen = ReadScreen(records)
         self._content = ContentChecks(records, ring, group)
         self._everything = [(part, (0, 1)) for part in range(len(records.views))]
@@ -33,6 +35,16 @@ class TunedChecks(Checks):
     @property
     def num_bytes(self) -> int:
         return self._screen.num_bytes + self._content.num_bytes
+
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        return values if values.dtype is torch.int64 else values.to(torch.int64)
+
+    def write_rows(self, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        if num_tokens > FEW:
+            return super().write_rows(offsets, num_tokens)
+        bounds = offsets.tolist()
+        counts = map(int.__sub__, bounds[1:], bounds)
+        return tensor_of(row for row, count in enumerate(counts) for _ in range(count))
 
     def enter(
         self,
@@ -44,13 +56,12 @@ class TunedChecks(Checks):
     ) -> Any:
         if measure_before:
             self._content.read_everything()
-        few = few_writes(self.records, rows, writes) if pad_slots is None else None
+        few = few_writes(self._memory, rows, writes) if pad_slots is None else None
         if few is None:
             return super().enter(rows, writes, pad_slots, null_block, measure_before)
         if measure_before:
             self._measure(writes.slots)
-        self._content.writes(writes.slots)
-        with self._screen.changes(writes.slots):
+        with self._screen.changes(few.slots), self._content.changes(few.slots):
             written = few.enter()
         self.count("write", writes.slots.shape[0], 0)
         return written
@@ -62,8 +73,7 @@ class TunedChecks(Checks):
 
     def _enter_writes(self, rows: Rows, writes: Writes) -> tuple[Written, int]:
         slots = writes.slots.clamp(0, self.records.num_slots - 1)
-        self._content.writes(slots)
-        with self._screen.changes(slots):
+        with self._screen.changes(slots), self._content.changes(slots):
             return enter_writes(self.records, rows, writes, self.ring, self.group)
 
     def _measure(self, slots: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -12,9 +13,15 @@ from kvcanary_agent.kernels.reference.content import report_differences, report_
 from kvcanary_agent.kernels.reference.numbers import has_nonfinite
 from kvcanary_agent.kernels.ring import ViolationRing
 
+from .few import FEW
 from .fingerprint import Fingerprinter
 from .images import BlockPrints
+from .memory import RecordMemory, numbers_in, tensor_of
 from .reads import CleanReads
+from .states import ALL, NOTHING, BlockStates
+
+_FEW_SLOTS = 4 * FEW
+"""Up to so many slots are compared one by one."""
 
 
 class ContentChecks:
@@ -25,15 +32,28 @@ class ContentChecks:
         self._fingerprinter = Fingerprinter(records.views, records.number_types)
         self._carries_tokens = torch.tensor(records.carries_tokens, dtype=torch.bool)[:, None]
         self._blocks = BlockPrints(records, self._fingerprinter)
+        self._states = BlockStates(records)
+        self._memory = RecordMemory(records)
+        self._prints = numbers_in(records.fingerprints)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of scratch."""
-        return self._fingerprinter.num_bytes + self._blocks.num_bytes
+        return self._fingerprinter.num_bytes + self._blocks.num_bytes + self._states.num_bytes
 
-    def writes(self, slots: torch.Tensor) -> None:
-        """The step will write to ``[n]`` slots of the pool."""
-        self._records.forget_block_prints(slots // self._records.block_size)
+    @contextmanager
+    def changes(self, slots: torch.Tensor | Sequence[int]) -> Iterator[None]:
+        """Around a change of the records of ``[n]`` slots, which the step will write to."""
+        size = self._records.block_size
+        if isinstance(slots, torch.Tensor):
+            at = slots // size
+            self._records.forget_block_prints(at)
+            blocks = set(at.tolist())
+        else:
+            blocks = {slot // size for slot in slots}
+            self._blocks.forget(blocks)
+        with self._states.changes(blocks):
+            yield
 
     def read_everything(self) -> None:
         """From now on every step compares all bytes that it reads."""
@@ -45,26 +65,60 @@ class ContentChecks:
         Returns:
             Slots compared, and how many of them differ.
         """
-        if isinstance(reads, CleanReads) and not reads.num_slots:
-            return 0, 0  # of a block table that nobody has looked at
-        remainder, modulus = block_class
-        entries, blocks = None, reads.blocks
-        if modulus > 1:
-            entries = (blocks % modulus == remainder).nonzero().view(-1)
-            blocks = blocks.index_select(0, entries)
-        if not blocks.numel():
-            return 0, 0
-        checked = 0
         if isinstance(reads, CleanReads):
-            changed = self._blocks.changed(part, blocks)
-            if changed is None:
-                return reads.num_live(entries), 0
-            if changed.shape[0] < blocks.shape[0]:
-                checked = reads.num_live(entries)
-                entries = changed if entries is None else entries.index_select(0, changed)
-                checked -= reads.num_live(entries)
+            return self._verify_clean(rows, reads, part, block_class)
+        remainder, modulus = block_class
+        entries = None
+        if modulus > 1:
+            entries = (reads.blocks % modulus == remainder).nonzero().view(-1)
+            if not entries.numel():
+                return 0, 0
+        return self._verify_slots(rows, reads, part, entries)
+
+    def _verify_clean(self, rows: Rows, reads: CleanReads, part: int, block_class: tuple[int, int]) -> tuple[int, int]:
+        if not reads.num_slots:
+            return 0, 0  # of a block table that nobody has looked at
+        due = reads.due(block_class)
+        if not due.num_slots:
+            return 0, 0
+        changed = self._blocks.changed(part, due.blocks)
+        if changed is None:
+            return due.num_slots, 0
+        if changed.shape[0] == due.blocks.shape[0]:
+            return self._verify_slots(rows, reads, part, due.entries)
+        entries = changed if due.entries is None else due.entries.index_select(0, changed)
+        spans = reads.spans(entries)
+        checked = due.num_slots - sum(end - begin for begin, end in spans)
+        if entries.shape[0] * self._records.block_size <= _FEW_SLOTS:
+            few = self._few_as_recorded(part, due.blocks.index_select(0, changed), spans)
+            if few is not None:
+                return checked + few, 0
         counts = self._verify_slots(rows, reads, part, entries)
         return checked + counts[0], counts[1]
+
+    def _few_as_recorded(self, part: int, blocks: torch.Tensor, spans: Sequence[tuple[int, int]]) -> int | None:
+        """Compare a few blocks, each in the slots of its span, one after the other.
+
+        Returns:
+            How many slots were compared, all of them as recorded; None is no verdict.
+        """
+        size, memory = self._records.block_size, self._memory
+        prints = self._fingerprinter.of_blocks(part, blocks).view(-1).tolist()
+        first, checked, whole = part * self._records.num_slots, 0, []
+        for index, (block, (begin, end)) in enumerate(zip(blocks.tolist(), spans, strict=True)):
+            found = prints[index * size + begin : index * size + end]
+            at = block * size + begin
+            kept = self._prints[first + at : first + at + len(found)].tolist()
+            counts = [memory.has_print(slot) for slot in range(at, at + len(found))]
+            if found != kept:
+                if any(count and one != other for one, other, count in zip(found, kept, counts, strict=True)):
+                    return None
+            elif len(found) == size and all(counts):
+                whole.append(index)
+            checked += sum(counts)
+        if whole:
+            self._blocks.remember(blocks[whole], part)
+        return checked
 
     def verify_all(self, rows: Rows, reads: CleanReads) -> tuple[int, int]:
         """Compare all parts in all slots that the step reads; a block that several rows read, once for all of them.
@@ -75,8 +129,6 @@ class ContentChecks:
         records, parts = self._records, len(self._records.views)
         if not reads.num_slots:
             return 0, 0
-        if records.has_unknown:
-            return self._verify_parts(rows, reads, None)
         changed = self._blocks.changed_in_any_part(reads.blocks)
         if changed is None:
             return reads.num_slots * parts, 0
@@ -91,7 +143,7 @@ class ContentChecks:
         self._blocks.remember(blocks[mask.all(1)])
         return unchanged + int(mask.sum()) * parts, 0
 
-    def _verify_parts(self, rows: Rows, reads: CleanReads, entries: torch.Tensor | None) -> tuple[int, int]:
+    def _verify_parts(self, rows: Rows, reads: CleanReads, entries: torch.Tensor) -> tuple[int, int]:
         counts = [self._verify_slots(rows, reads, part, entries) for part in range(len(self._records.views))]
         return sum(checked for checked, _ in counts), sum(failed for _, failed in counts)
 
@@ -131,23 +183,28 @@ class ContentChecks:
         Returns:
             Slots compared, and how many of them differ.
         """
-        records = self._records
-        run = slice(first_block, first_block + num_blocks)
-        record = records.table.view(torch.int32).view(records.num_blocks, records.block_size, -1)[run]
-        mask = record[..., 2 * Column.PLACE + 1] == records.block_generation[run, None]
-        mask.logical_and_(record[..., 2 * Column.STATE] != 0)
-        checked = int(mask.sum())
-        if not checked:
+        of_blocks = self._states.of(first_block, num_blocks)
+        if of_blocks == NOTHING * num_blocks:
             return 0, 0
         blocks = torch.arange(first_block, first_block + num_blocks)
-        if checked < mask.numel():
+        if of_blocks == ALL * num_blocks:
+            mask, checked = None, num_blocks * self._records.block_size
+        else:
+            mask = self._states.mask(first_block, num_blocks)
+            checked = int(mask.sum())
+            if not checked:
+                return 0, 0
             some = mask.any(1).nonzero().view(-1)
             blocks, mask = blocks.index_select(0, some), mask.index_select(0, some)
         changed = self._blocks.changed(part, blocks)
         if changed is None:
             return checked, 0
-        if changed.shape[0] < blocks.shape[0]:
-            blocks, mask = blocks.index_select(0, changed), mask.index_select(0, changed)
+        blocks, size = blocks.index_select(0, changed), self._records.block_size
+        few = blocks.shape[0] * size <= _FEW_SLOTS
+        if few and self._few_as_recorded(part, blocks, [(0, size)] * blocks.shape[0]) is not None:
+            return checked, 0
+        every = torch.ones((blocks.shape[0], size), dtype=torch.bool)
+        mask = every if mask is None else mask.index_select(0, changed)
         differing = self._differing(part, blocks, mask, mask)
         if differing is None:
             return checked, 0
@@ -182,34 +239,52 @@ class ContentChecks:
         """
         records, slots = self._records, written.slots
         before = records.fingerprints.index_select(1, slots)
-        not_finite = self.measure(slots)
-        same = records.fingerprints.index_select(1, slots) == before
-        records.fingerprinted.index_fill_(0, slots, 1)
-        self._blocks.remember_written(slots)
-        if not not_finite and not bool(same.any()):
+        not_finite, any_same = self._set_prints(slots, before)
+        blocks = set((slots // records.block_size).tolist())
+        with self._states.changes(blocks):
+            records.fingerprinted.index_fill_(0, slots, 1)
+        # Fewer cannot fill a block.
+        if slots.shape[0] >= records.block_size + len(blocks) - 1:
+            self._blocks.remember_written(slots)
+        if not not_finite and not any_same:
             return {Fault.LOST_WRITE: (slots.shape[0], 0), Fault.NONFINITE: (slots.shape[0], 0)}
+        same = records.fingerprints.index_select(1, slots) == before
         unchanged = same.all(0) & written.other_write
         lost = same & self._carries_tokens & (written.other_token & ~unchanged) & (before != 0)
         return report_written(records, written, unchanged, lost, not_finite, self._ring, self._group)
 
-    def measure(self, slots: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    def measure(self, slots: torch.Tensor) -> None:
+        """Set the fingerprints of ``[n]`` slots to what they hold now."""
+        self._set_prints(slots, None)
+
+    def _set_prints(
+        self, slots: torch.Tensor, before: torch.Tensor | None
+    ) -> tuple[list[tuple[int, torch.Tensor]], bool]:
         """Set the fingerprints of ``[n]`` slots to what they hold now.
 
+        Args:
+            before: ``[parts, n]`` int64: what they were; None if nobody asks.
+
         Returns:
-            For each part that holds numbers that are not finite: which of the slots do, ``[n]`` bool.
+            For each part that holds numbers that are not finite: which of the slots do, ``[n]`` bool; and whether any
+            fingerprint is what it was. Nothing of either if ``before`` is None.
         """
         bad: dict[int, torch.Tensor] = {}
-        for at_parts, chunk, prints, (octets, number_type) in self._prints_of(slots):
-            self._records.fingerprints[at_parts, slots[chunk]] = prints
+        any_same = False
+        for parts, chunk, prints, (octets, number_type) in self._prints_of(slots):
+            self._records.fingerprints[parts, slots[chunk]] = prints
+            if before is None:
+                continue
+            any_same = any_same or bool((before[parts.view(-1), chunk] == prints).any())
             found = has_nonfinite(octets, number_type)
             if found is None:
                 continue
-            parts = at_parts.view(-1).tolist()
-            found = found.view(len(parts), -1)
+            numbers = parts.view(-1).tolist()
+            found = found.view(len(numbers), -1)
             for index in found.any(1).nonzero().view(-1).tolist():
-                of_part = bad.setdefault(parts[index], torch.zeros_like(slots, dtype=torch.bool))
+                of_part = bad.setdefault(numbers[index], torch.zeros_like(slots, dtype=torch.bool))
                 of_part[chunk] = found[index]
-        return sorted(bad.items())
+        return sorted(bad.items()), any_same
 
     def _prints_of(
         self, slots: torch.Tensor
@@ -220,13 +295,18 @@ class ContentChecks:
             The parts, ``[parts, 1]`` int64; which of the slots; their fingerprints, ``[parts, slots]`` int64; and the
             payloads, ``[parts * slots, bytes]`` uint8, with the type of their numbers.
         """
-        size, fingerprinter = self._records.block_size, self._fingerprinter
-        block = slots // size
-        offset = slots - block * size
+        size, fingerprinter, count = self._records.block_size, self._fingerprinter, slots.shape[0]
+        if count <= FEW:
+            numbers = slots.tolist()
+            block = tensor_of([slot // size for slot in numbers])
+            offset = tensor_of([slot % size for slot in numbers])
+        else:
+            block = slots // size
+            offset = slots - block * size
         for (length, number_type), stacks in fingerprinter.stacks.items():
-            parts = torch.tensor([part for stack in stacks for part in stack.parts])[:, None]
+            parts = fingerprinter.parts_of(stacks)
             step = fingerprinter.slots_per_chunk(length * parts.shape[0])
-            for start in range(0, slots.shape[0], step):
+            for start in range(0, count, step):
                 chunk = slice(start, start + step)
                 octets, prints = fingerprinter.of_slots(stacks, block[chunk], offset[chunk])
                 yield parts, chunk, prints, (octets.view(-1, length), number_type)

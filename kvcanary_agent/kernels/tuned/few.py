@@ -6,187 +6,187 @@ screens for whole batches would find: everything is right, or they are to be ask
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from kvcanary_agent.kernels.hashing import mix_of
 from kvcanary_agent.kernels.plan import KnownTokens, Rows, Writes, Written
-from kvcanary_agent.kernels.records import Column, Records
+
+from .memory import Record, RecordMemory, Rows2D, numbers_in, rows_of, tensor_of
 
 FEW = 64
 """Up to so many slots are looked at one by one."""
 _SIGN, _MODULUS = 1 << 63, 1 << 64
-_LOW_HALF = (1 << 32) - 1
 
 
-def _wrap(number: int) -> int:
-    """As a signed 64-bit number."""
-    return (number + _SIGN) % _MODULUS - _SIGN
+class Tokens:
+    """The tokens that the rows of a step are known to consist of."""
+
+    def __init__(self, known: KnownTokens) -> None:
+        self.table = rows_of(known.tokens)
+        self.rows: list[int] = known.rows.tolist()
+        self._known = known
+
+    def at(self, row: int, position: int) -> int:
+        """The token at a position of a row; less than 0 where unknown."""
+        if position >= self.table.width:
+            return -1
+        token: int = self.table.numbers[self.rows[row] * self.table.stride + position]
+        return token
+
+    def octets(self, row: int, begin: int, end: int) -> bytes:
+        """The memory of the tokens of a row from position ``begin`` to ``end``, as far as the table has them."""
+        return self.table.octets(self.rows[row], begin, end)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._known.tokens.dtype
 
 
-def _blocks_at(rows: Rows, places: list[tuple[int, int]], size: int) -> list[int]:
-    """The block of each pair of row and position, by the block table."""
-    width = rows.block_table.shape[1]
-    at = torch.tensor([row * width + position // size for row, position in places])
-    blocks: list[int] = torch.take(rows.block_table, at).tolist()
-    return blocks
+class Held:
+    """Which blocks the rows of a step hold, one question after the other."""
+
+    def __init__(self, held: torch.Tensor, held_rows: Sequence[int]) -> None:
+        self._table, self._held_rows = Rows2D(held), held_rows
+
+    def is_strange(self, row: int, block: int) -> bool:
+        """Whether the row is known not to hold the block."""
+        holder = self._held_rows[row]
+        return holder >= 0 and not self._table.numbers[holder * self._table.stride + block]
 
 
-def _known_at(known: KnownTokens | None, places: list[tuple[int, int]]) -> list[int]:
-    """The token at each pair of row and position; -1 where unknown."""
-    width = known.tokens.shape[1] if known is not None else 0
-    if known is None or not width:
-        return [-1] * len(places)
-    of_row = known.rows.tolist()
-    at = torch.tensor([of_row[row] * width + min(position, width - 1) for row, position in places])
-    tokens = torch.take(known.tokens, at).tolist()
-    return [token if position < width else -1 for token, (_, position) in zip(tokens, places, strict=True)]
+def sound_slots(
+    memory: RecordMemory,
+    rows: Rows,
+    table: Rows2D,
+    spans: Sequence[tuple[int, int, int]],
+    lows: Sequence[int],
+    tokens: Tokens | None,
+    held: Held | None,
+) -> list[int] | None:
+    """The slots read, if each was written for its row, position, token and prefix, and is held; otherwise None.
+
+    Args:
+        memory: Of the group.
+        rows: Who reads.
+        table: Their block table.
+        spans: Row, first position and end of what to look at.
+        lows: The first position that each row reads: nothing is known of what stands before.
+        tokens: Of the rows, if they are known.
+        held: Who holds what, if that is known.
+    """
+    size, num_blocks, entries, stride = memory.block_size, memory.num_blocks, table.numbers, table.stride
+    seeds = rows.seeds.tolist()
+    slots = []
+    for row, begin, end in spans:
+        seed = seeds[row]
+        chain: int | None = seed if begin == 0 else None
+        if begin > lows[row]:
+            block = entries[row * stride + (begin - 1) // size]
+            if not 0 <= block < num_blocks:
+                return None
+            chain = memory.chain_after(block * size + (begin - 1) % size)
+        for position in range(begin, end):
+            block = entries[row * stride + position // size]
+            if not 0 <= block < num_blocks or (held is not None and held.is_strange(row, block)):
+                return None
+            slot = block * size + position % size
+            at, generation, token, of_seed, before, after, *_ = memory.of(slot)
+            if at != position or of_seed != seed or generation != memory.generation(block):
+                return None
+            if before != chain and chain is not None:
+                return None
+            if tokens is not None and token != tokens.at(row, position) >= 0:
+                return None
+            slots.append(slot)
+            chain = after
+    return slots
 
 
-# Reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewReads:
-    """Slots that a step reads.
+class FewWrites:
+    """Writes that go where they should, and the records that they will leave.
 
     Attributes:
-        places: Row and position of each, row by row, positions ascending.
-        low: The first position that each row reads.
-        end: The longest row's length.
+        slots: Where they go.
     """
 
-    places: list[tuple[int, int]]
-    low: list[int]
-    end: int
-
-
-def few_reads(rows: Rows, start: torch.Tensor, low: torch.Tensor | None) -> FewReads | None:
-    """What each row reads from position ``start``, ``[rows]`` int64, on; None if that is more than a few slots."""
-    lengths = rows.prefix_lens.tolist()
-    if len(lengths) > FEW:
-        return None
-    lows = [0] * len(lengths) if low is None else low.tolist()
-    starts = start.tolist()
-    if sum(length - first for first, length in zip(starts, lengths, strict=True) if length > first) > FEW:
-        return None
-    places = [
-        (row, position)
-        for row, (first, length) in enumerate(zip(starts, lengths, strict=True))
-        for position in range(first, length)
-    ]
-    return FewReads(places=places, low=lows, end=max(lengths))
-
-
-def slots_of_sound_reads(records: Records, rows: Rows, reads: FewReads, known: KnownTokens | None) -> list[int] | None:
-    """The slots read, if each was written for its row, position, token and prefix; otherwise None."""
-    if not reads.places:
-        return []
-    size = records.block_size
-    places: list[tuple[int, int]] = []
-    # The slot before each row's first one is there for its chain alone.
-    before: set[int] = set()
-    last = -1
-    for row, position in reads.places:
-        if row != last and position > reads.low[row]:
-            before.add(len(places))
-            places.append((row, position - 1))
-        places.append((row, position))
-        last = row
-    blocks = _blocks_at(rows, places, size)
-    if min(blocks) < 0 or max(blocks) >= records.num_blocks:
-        return None
-    slots = [block * size + position % size for block, (_, position) in zip(blocks, places, strict=True)]
-    record = records.table.index_select(0, torch.tensor(slots)).tolist()
-    generations = records.block_generation.index_select(0, torch.tensor(blocks)).tolist()
-    tokens, seeds = _known_at(known, places), rows.seeds.tolist()
-    last, chain = -1, 0
-    for at, (row, position) in enumerate(places):
-        place, token, seed, chain_before, chain_after = record[at][: Column.CHAIN_AFTER + 1]
-        if at not in before:
-            if place != position + (generations[at] << 32) or seed != seeds[row]:
-                return None
-            if token != tokens[at] and tokens[at] >= 0:
-                return None
-            if row != last:
-                chain = seeds[row] if position == 0 else chain_before
-            if chain_before != chain:
-                return None
-        last, chain = row, chain_after
-    return [slot for at, slot in enumerate(slots) if at not in before]
-
-
-# Writes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewWrites:
-    """Writes that go where they should, and the records that they will leave."""
-
-    records: Records
-    slots: torch.Tensor
-    table: list[list[int]]
-    written: Written
+    def __init__(self, memory: RecordMemory, slots: list[int], records: list[Record], written: Written):
+        self._memory, self.slots, self._table, self._written = memory, slots, records, written
 
     def enter(self) -> Written:
         """Record them."""
-        self.records.table.index_copy_(0, self.slots, torch.tensor(self.table))
-        return self.written
+        for slot, record in zip(self.slots, self._table, strict=True):
+            self._memory.put(slot, record)
+        return self._written
 
 
-def few_writes(records: Records, rows: Rows, writes: Writes) -> FewWrites | None:
+def few_writes(memory: RecordMemory, rows: Rows, writes: Writes) -> FewWrites | None:
     """The writes of a step if they are few, and all is well with them; None is no verdict."""
-    count, size = writes.slots.shape[0], records.block_size
-    if not 0 < count <= FEW or rows.held is not None or rows.owners.shape[0] > FEW:
+    count, size, num_blocks = writes.slots.shape[0], memory.block_size, memory.num_blocks
+    if not 0 < count <= FEW or rows.owners.shape[0] > FEW:
         return None
     of_row, slots, positions = writes.rows.tolist(), writes.slots.tolist(), writes.positions.tolist()
-    lengths, width = rows.prefix_lens.tolist(), rows.block_table.shape[1]
-    if len(set(slots)) < count or min(positions) < 0 or max(positions) >= width * size:
+    table, lengths = rows_of(rows.block_table), rows.prefix_lens.tolist()
+    entries, stride, last = table.numbers, table.stride, table.width * size
+    if len(set(slots)) < count or min(positions) < 0 or max(positions) >= last:
         return None
-    writing = sorted({row for row in of_row if lengths[row]})
-    if any(not 0 < lengths[row] <= width * size for row in writing):
-        return None
-    places = list(zip(of_row, positions, strict=True)) + [(row, lengths[row] - 1) for row in writing]
-    blocks = _blocks_at(rows, places, size)
-    if min(blocks) < 0 or max(blocks) >= records.num_blocks:
-        return None
-    wanted = [block * size + position % size for block, (_, position) in zip(blocks, places, strict=True)]
-    prefixes = wanted[count:]
-    # A prefix that another row computes in this very step is for the general way.
-    if wanted[:count] != slots or not set(prefixes).isdisjoint(slots):
-        return None
-    tokens = writes.tokens.tolist()
-    known = _known_at(writes.known, places[:count])
-    if any(wanted >= 0 and wanted != token for wanted, token in zip(known, tokens, strict=True)):
-        return None
-
-    record = records.table.index_select(0, torch.tensor(wanted)).tolist()
-    generations = records.block_generation.index_select(0, torch.tensor(blocks[:count])).tolist()
-    owners, seeds = rows.owners.tolist(), rows.seeds.tolist()
-    chains = dict(zip(writing, (old[Column.CHAIN_AFTER] for old in record[count:]), strict=True))
-    next_position = list(lengths)
-    step = rows.step << 32
-    table, other_token, other_write = [], [], []
-    for order, (row, position) in enumerate(places[:count]):
-        if position != next_position[row]:
+    held = None if rows.held is None else Held(rows.held, rows.held_rows.tolist())
+    references = numbers_in(rows.references)
+    known = None if writes.known is None else Tokens(writes.known)
+    new_tokens, owners, seeds = writes.tokens.tolist(), rows.owners.tolist(), rows.seeds.tolist()
+    # Position and chain at which each row goes on.
+    ahead: dict[int, tuple[int, int]] = {}
+    unwritten = set(slots)
+    table_of_records, other_token, other_write = [], [], []
+    for order, (row, slot, position, token) in enumerate(zip(of_row, slots, positions, new_tokens, strict=True)):
+        block = entries[row * stride + position // size]
+        if slot != block * size + position % size or not 0 <= block < num_blocks:
             return None
-        next_position[row] = position + 1
-        old, token = record[order], tokens[order]
-        old_step = old[Column.WRITE] >> 32
-        other_token.append(old_step > 0 and old[Column.TOKEN] != token)
-        moved = old_step > 0 and old[Column.PLACE] & _LOW_HALF != position
-        other_write.append(old_step == 0 or moved or other_token[order])
-        chain = chains.get(row, seeds[row])
-        chains[row] = after = _wrap(chain + mix_of(token, position))
-        place = position + (generations[order] << 32)
-        table.append([place, token, seeds[row], chain, after, owners[row] + step, old[Column.STATE] >> 32 << 32, order])
+        if references[block] > 1 or (held is not None and held.is_strange(row, block)):
+            return None
+        if known is not None and token != known.at(row, position) >= 0:
+            return None
+        wanted, chain = ahead.get(row) or (lengths[row], seeds[row])
+        if wanted and row not in ahead:
+            if wanted > last:
+                return None
+            before = entries[row * stride + (wanted - 1) // size]
+            at = before * size + (wanted - 1) % size
+            # A prefix that another row computes in this very step is for the general way.
+            if not 0 <= before < num_blocks or at in unwritten:
+                return None
+            chain = memory.chain_after(at)
+        if position != wanted:
+            return None
+        old = memory.record(slot)
+        recorded = old.step > 0
+        other_token.append(recorded and old.token != token)
+        other_write.append(old.step == 0 or other_token[-1] or (recorded and old.position != position))
+        after = (chain + mix_of(token, position) + _SIGN) % _MODULUS - _SIGN
+        ahead[row] = position + 1, after
+        table_of_records.append(
+            Record(
+                position=position,
+                generation=memory.generation(block),
+                token=token,
+                seed=seeds[row],
+                chain=chain,
+                chain_after=after,
+                owner=owners[row],
+                step=rows.step,
+                fingerprinted=0,
+                unused=old.unused,
+                order=order,
+                claim_step=old.claim_step,
+            )
+        )
     written = Written(
         step=rows.step,
         slots=writes.slots,
-        owners=rows.owners.index_select(0, writes.rows),
+        owners=tensor_of([owners[row] for row in of_row], torch.int32),
         positions=writes.positions,
-        other_token=torch.tensor(other_token),
-        other_write=torch.tensor(other_write),
+        other_token=tensor_of(other_token, torch.bool),
+        other_write=tensor_of(other_write, torch.bool),
     )
-    return FewWrites(records=records, slots=writes.slots, table=table, written=written)
+    return FewWrites(memory, slots, table_of_records, written)

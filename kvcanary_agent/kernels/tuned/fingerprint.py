@@ -16,6 +16,8 @@ _GATHER_BYTES = 1 << 20
 """Bytes gathered at a time: few calls for many bytes, and yet the products find them in the cache."""
 _SCRATCH_SHARE = 256
 """Scratch for gathers is at most this part of the pool, or one block of a part."""
+_ROOMS = 256
+"""Ways to look at the scratch that are remembered."""
 _RUN_BYTES = 1 << 20
 """Bytes at a time where they need not be gathered; what the first product has read, the second finds in the cache."""
 
@@ -61,6 +63,21 @@ class _Keys:
         return _Keys(width=width, of_byte=of_byte, of_segment=of_segment, exact=_multiplies_exactly(of_byte))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Room:
+    """Scratch for the payloads of some blocks.
+
+    Attributes:
+        gathered: ``[blocks, ...]``, in words, where a gather puts them.
+        octets: The same memory, ``[rows, bytes]`` uint8.
+        segments: The same, ``[any, width]`` int8; None if rows are no whole number of segments.
+    """
+
+    gathered: torch.Tensor
+    octets: torch.Tensor
+    segments: torch.Tensor | None
+
+
 class Fingerprinter:
     """Fingerprints of the parts of one group.
 
@@ -85,11 +102,20 @@ class Fingerprinter:
         # Kept, because fresh memory costs more than the gather into it.
         self._scratch = torch.empty(-(-max(block, min(_GATHER_BYTES, pool // _SCRATCH_SHARE)) // 8), dtype=torch.int64)
         self._keys: dict[int, _Keys] = {}
+        self._rooms: dict[object, _Room] = {}
+        self._parts_of = {
+            id(stacks): torch.tensor([part for stack in stacks for part in stack.parts])[:, None]
+            for stacks in self.stacks.values()
+        }
 
     @property
     def num_bytes(self) -> int:
         """Bytes of scratch."""
-        return self._scratch.numel() * self._scratch.element_size()
+        return 8 * self._scratch.numel()
+
+    def parts_of(self, stacks: Sequence[Stack]) -> torch.Tensor:
+        """The parts of one of the lists of `stacks`, in the order of `of_slots`: ``[parts, 1]`` int64."""
+        return self._parts_of[id(stacks)]
 
     def slots_per_chunk(self, num_bytes: int) -> int:
         """For how many slots `of_slots` is best called at a time, if each has so many bytes in all parts."""
@@ -97,36 +123,27 @@ class Fingerprinter:
 
     def of_rows(self, octets: torch.Tensor) -> torch.Tensor:
         """The fingerprints, ``[rows]`` int64, of ``[rows, bytes]`` uint8, contiguous."""
-        length = octets.shape[1]
-        keys = self._keys.get(length)
-        if keys is None:
-            keys = self._keys[length] = _Keys.of(length)
-        if length % keys.width:
-            octets = torch.nn.functional.pad(octets, (0, -length % SEGMENT))
-        segments = octets.view(torch.int8).view(-1, keys.width)
-        halves = torch.empty((octets.shape[0], 2), dtype=torch.int32)
-        for half, (of_byte, of_segment) in enumerate(zip(keys.of_byte, keys.of_segment, strict=True)):
-            if keys.exact:
-                sums = torch._int_mm(segments, of_byte)
-            else:
-                sums = segments.to(torch.int32) @ of_byte.to(torch.int32)
-            torch.mv(sums.view(-1, of_segment.shape[0]), of_segment, out=halves[:, half])
-        return halves.view(torch.int64).view(-1)
+        keys = self._keys_of(octets.shape[1])
+        if octets.shape[1] % keys.width:
+            octets = torch.nn.functional.pad(octets, (0, -octets.shape[1] % SEGMENT))
+        return _prints_of(octets.view(torch.int8).view(-1, keys.width), octets.shape[0], keys)
 
     def of_gathered(self, view: torch.Tensor, length: int, blocks: torch.Tensor) -> torch.Tensor:
         """The fingerprints of the rows of that many bytes in these blocks, ``[n]``, of a view ``[blocks, ...]``."""
-        of_block = view[0].numel() * view.element_size()
+        of_block = _bytes_of_block(view)
         if of_block > self.num_bytes:
             self._scratch = torch.empty(-(-of_block // 8), dtype=torch.int64)
-        scratch = self._scratch.view(torch.uint8)
-        step = scratch.shape[0] // of_block
+            self._rooms.clear()
+        step = self.num_bytes // of_block
         pieces = []
         for start in range(0, blocks.shape[0], step):
-            chunk = blocks[start : start + step]
-            octets = scratch[: chunk.shape[0] * of_block]
-            gathered = octets.view(view.dtype).view(chunk.shape[0], *view.shape[1:])
-            torch.index_select(view, 0, chunk, out=gathered)
-            pieces.append(self.of_rows(octets.view(-1, length)))
+            chunk = blocks if step >= blocks.shape[0] else blocks[start : start + step]
+            room = self._room(view, length, chunk.shape[0])
+            torch.index_select(view, 0, chunk, out=room.gathered)
+            if room.segments is None:
+                pieces.append(self.of_rows(room.octets))
+            else:
+                pieces.append(_prints_of(room.segments, room.octets.shape[0], self._keys_of(length)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def of_blocks(self, part: int, blocks: torch.Tensor) -> torch.Tensor:
@@ -140,6 +157,29 @@ class Fingerprinter:
             pieces = [self.of_rows(run[start : start + step]) for start in range(0, run.shape[0], step)]
             return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, size)
         return self.of_gathered(view, length, blocks).view(-1, size)
+
+    def _keys_of(self, length: int) -> _Keys:
+        keys = self._keys.get(length)
+        if keys is None:
+            keys = self._keys[length] = _Keys.of(length)
+        return keys
+
+    def _room(self, view: torch.Tensor, length: int, blocks: int) -> _Room:
+        """Scratch for so many blocks of a view; a step after the other looks at about as many."""
+        shape = view.shape[1:]
+        key = (view.dtype, shape, length, blocks)
+        room = self._rooms.get(key)
+        if room is None:
+            if len(self._rooms) >= _ROOMS:
+                self._rooms.clear()
+            octets = self._scratch.view(torch.uint8)[: blocks * _bytes_of_block(view)]
+            width = self._keys_of(length).width
+            room = self._rooms[key] = _Room(
+                gathered=octets.view(view.dtype).view(blocks, *shape),
+                octets=octets.view(-1, length),
+                segments=None if length % width else octets.view(torch.int8).view(-1, width),
+            )
+        return room
 
     def of_slots(
         self, stacks: Sequence[Stack], block: torch.Tensor, offset: torch.Tensor
@@ -157,6 +197,25 @@ class Fingerprinter:
         pieces = [stack.view[:, :, block, offset].reshape(-1).view(torch.uint8) for stack in stacks]
         octets = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, slots, length)
         return octets, self.of_rows(octets.view(-1, length)).view(-1, slots)
+
+
+def _prints_of(segments: torch.Tensor, rows: int, keys: _Keys) -> torch.Tensor:
+    """The fingerprints of so many rows, ``[rows]`` int64.
+
+    Args:
+        segments: ``[rows * segments of each, width]`` int8.
+        keys: Of the rows' length.
+    """
+    prints = torch.empty(rows, dtype=torch.int64)
+    halves = prints.view(torch.int32).view(rows, 2).unbind(1)
+    for half, of_byte, of_segment in zip(halves, keys.of_byte, keys.of_segment, strict=True):
+        sums = torch._int_mm(segments, of_byte) if keys.exact else segments.to(torch.int32) @ of_byte.to(torch.int32)
+        torch.mv(sums.view(rows, -1), of_segment, out=half)
+    return prints
+
+
+def _bytes_of_block(view: torch.Tensor) -> int:
+    return math.prod(view.shape[1:]) * view.element_size()
 
 
 def _is_run(blocks: torch.Tensor) -> bool:

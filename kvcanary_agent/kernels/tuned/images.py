@@ -8,7 +8,7 @@ have just been compared one by one, or written, and then tells whether a byte of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from kvcanary_agent.kernels.records import Records
 
 from .fingerprint import Fingerprinter, widen
+from .memory import numbers_in
 
 _RUN_BYTES = 1 << 20
 """Bytes at a time where they need not be gathered; what the first product has read, the second finds in the cache."""
@@ -48,6 +49,11 @@ class BlockPrints:
         self._parts = images_of_parts(records.views)
         self._images = self._parts
         self._image_of_part = list(range(len(self._images)))
+        self._columns = list(records.block_prints.unbind(1))
+        # What nobody knows anything of: the prints of one block.
+        self._nothing = bytes(records.block_prints.element_size() * records.block_prints.shape[1])
+        self._octets = numbers_in(records.block_prints).cast("B")
+        self._numbers_of: dict[tuple[int, int], torch.Tensor | None] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -67,37 +73,36 @@ class BlockPrints:
 
     def remember(self, blocks: torch.Tensor, part: int | None = None) -> None:
         """All slots of these blocks, ``[n]`` int64, hold what the records say: in all parts, or in one."""
-        if self._records.has_unknown or not blocks.numel():
+        if not blocks.numel():
             return
         for index, image in enumerate(self._images):
             if part is None or image.parts == (part,):
-                self._records.block_prints[index].index_copy_(0, blocks, self._prints(image, blocks))
+                self._columns[index].index_copy_(0, blocks, self._prints(image, blocks))
 
     def remember_written(self, slots: torch.Tensor) -> None:
         """The step has written, and recorded, ``[n]`` slots: the blocks that consist of nothing else are known."""
         records = self._records
-        if slots.shape[0] < records.block_size:
-            return
         written = torch.zeros(records.num_slots, dtype=torch.bool).index_fill_(0, slots, True)
         self.remember(written.view(-1, records.block_size).all(1).nonzero().view(-1))
 
     def changed(self, part: int, blocks: torch.Tensor) -> torch.Tensor | None:
         """Which of ``[n]`` blocks are not known to be as they were: their indexes, int64; None if all are."""
         index = self._image_of_part[part]
-        kept = self._records.block_prints[index].index_select(0, blocks)
-        unknown = kept == 0
+        kept = self._columns[index].index_select(0, blocks)
+        known = kept != 0
         # A gather for nothing is more than one for some.
-        if self._records.has_unknown or bool(unknown.all()):
+        if not bool(known.any()):
             return torch.arange(blocks.shape[0])
-        other = (self._prints(self._images[index], blocks) != kept).logical_or_(unknown)
-        indexes = other.nonzero().view(-1)
-        return indexes if indexes.numel() else None
+        found = self._prints(self._images[index], blocks)
+        if torch.equal(found, kept) and bool(known.all()):
+            return None
+        return (found == kept).logical_and_(known).logical_not_().nonzero().view(-1)
 
     def changed_in_any_part(self, blocks: torch.Tensor) -> torch.Tensor | None:
         """As `changed`, of all parts: a mask, ``[all blocks]`` bool."""
         changed = torch.zeros(self._records.num_blocks, dtype=torch.bool).index_fill_(0, blocks, True)
         blocks = changed.nonzero().view(-1)
-        kept = self._records.block_prints[: len(self._images)].index_select(1, blocks)
+        kept = self._records.block_prints[:, : len(self._images)].index_select(0, blocks).t()
         known = (kept != 0).all(0)
         if not bool(known.all()):
             blocks, kept = blocks[known], kept[:, known]
@@ -110,17 +115,30 @@ class BlockPrints:
         changed.index_copy_(0, blocks, same.logical_not_())
         return changed if bool(changed.any()) else None
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """As `Records.forget_block_prints`, of a few."""
+        row = len(self._nothing)
+        for block in blocks:
+            self._octets[block * row : block * row + row] = self._nothing
+
     def is_finite(self, part: int, block: int) -> bool:
         """Whether the sum of one part's numbers in a block is finite; False is no verdict."""
+        if (part, block) not in self._numbers_of:
+            self._numbers_of[part, block] = self._numbers_in(part, block)
+        numbers = self._numbers_of[part, block]
+        if numbers is None:
+            return False
+        return math.isfinite(numbers.sum(dtype=None if numbers.dtype.itemsize > 2 else torch.float32).item())
+
+    def _numbers_in(self, part: int, block: int) -> torch.Tensor | None:
         number_type = self._records.number_types[part]
         if not number_type.is_floating_point or number_type.itemsize < 2:
-            return False
+            return None
         try:
-            numbers = self._parts[part].view[block].view(number_type)
+            return self._parts[part].view[block].view(number_type)
         except RuntimeError:
             # Its words are narrower than the numbers, and lie apart.
-            return False
-        return math.isfinite(float(numbers.sum(dtype=None if number_type.itemsize > 2 else torch.float32)))
+            return None
 
     def _prints(self, image: Image, blocks: torch.Tensor, runs: list[tuple[int, int]] | None = None) -> torch.Tensor:
         """The fingerprint of each of ``[n]`` ascending or unordered blocks: ``[n]`` int64."""

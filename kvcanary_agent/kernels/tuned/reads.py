@@ -2,12 +2,13 @@
 
 What has been proven and has not changed since is not proven again: of a request that decodes, nothing but the block
 that it writes to is looked at anew. Every input of a proof is either compared with what it was then (block table,
-seeds, the request's own tokens) or is the records' own memory, whose changes are seen by their tensors' versions.
+seeds, who holds what, the request's own tokens) or is the records' own memory: the checks of the group tell of what
+they change there, and any other change is seen by its tensors' versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +18,9 @@ import torch
 from kvcanary_agent.kernels.plan import KnownTokens, Rows
 from kvcanary_agent.kernels.records import UNKNOWN, Column, Records
 
-from .few import few_reads, slots_of_sound_reads
+from .few import FEW, Held, Tokens, sound_slots
+from .memory import RecordMemory, Rows2D, numbers_in, rows_of, tensor_of
 
-_ROOM_FOR_TOKENS = 1024
-"""How many more tokens of each row a proof has room for than it rests upon at first."""
 _CHUNK_SLOTS = 16384
 """Records gathered at a time: few calls, and yet they stay in the cache from one comparison to the next."""
 
@@ -46,24 +46,126 @@ class _Walk:
     readers: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Proven:
-    """What is known to be as it should be, and the inputs of the proof.
+@dataclass(slots=True, kw_only=True, eq=False)
+class _ProvenRow:
+    """What is known to be as it should be in one row, and the inputs of the proof.
 
     Attributes:
-        low, lengths: ``[rows]`` int64: the positions proven in each row; ``low`` is None if 0 in all.
-        seeds: ``[rows]`` int64.
-        block_table: ``[rows, columns]`` int64.
-        tokens: ``[rows, any]``: what the requests were known to consist of; None if nothing was known.
-        relevant: Of that shape, bool: the tokens that the proof rests upon.
+        low, end: The positions proven.
+        seed: Of the row.
+        blocks: The block table's columns that hold positions below ``end``, int64.
+        tokens: The memory of the tokens that the row was known to have below ``end``, from position 0; None if no
+            tokens were known.
     """
 
-    low: torch.Tensor | None
-    lengths: torch.Tensor
-    seeds: torch.Tensor
-    block_table: torch.Tensor
-    tokens: torch.Tensor | None
-    relevant: torch.Tensor | None
+    low: int
+    end: int
+    seed: int
+    blocks: bytes
+    tokens: bytearray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holders:
+    """Who held what, when that was looked at.
+
+    Attributes:
+        held: As in `Rows`, kept so that no other tensor can take its place.
+        version: Of that tensor.
+        rows: Of ``held``, for each row of the step.
+    """
+
+    held: torch.Tensor
+    version: int
+    rows: list[int]
+
+    @staticmethod
+    def of(rows: Rows) -> _Holders | None:
+        if rows.held is None:
+            return None
+        return _Holders(rows.held, rows.held._version, rows.held_rows.tolist())
+
+    def are(self, others: _Holders | None) -> bool:
+        """Whether others hold the same."""
+        return (
+            others is not None
+            and others.held.data_ptr() == self.held.data_ptr()
+            and others.held.shape == self.held.shape
+            and others.version == self.version
+            and others.rows == self.rows
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Due:
+    """Some of the entries of a step.
+
+    Attributes:
+        entries: ``[n]`` int64; None if these are all.
+        blocks: ``[n]`` int64.
+        num_slots: How many slots of them are read.
+    """
+
+    entries: torch.Tensor | None
+    blocks: torch.Tensor
+    num_slots: int
+
+
+class Entries:
+    """The blocks that the rows of a step read, row by row; they are often those of the step before.
+
+    Attributes:
+        rows, columns, blocks: ``[entries]`` int64.
+    """
+
+    def __init__(self, first: list[int], tables: list[bytes]) -> None:
+        """
+        Args:
+            first: The first column that each row reads.
+            tables: Each row's columns up to the last that it reads, int64.
+        """
+        self._first, self._tables = first, tables
+        self._numbers = [memoryview(table).cast("q") for table in tables]
+        self._of_class: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def are_those_of(self, first: list[int], tables: list[bytes]) -> bool:
+        """Whether these are the entries of rows like that."""
+        return self._first == first and self._tables == tables
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first = tensor_of(self._first)
+        counts = tensor_of(len(table) for table in self._numbers) - first
+        return _entries(first, counts.clamp_(min=0))[:2]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self._places[0]
+
+    @property
+    def columns(self) -> torch.Tensor:
+        return self._places[1]
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        octets = b"".join(table[8 * first :] for first, table in zip(self._first, self._tables, strict=True))
+        return torch.frombuffer(bytearray(octets), dtype=torch.int64) if octets else torch.empty(0, dtype=torch.int64)
+
+    def of_class(self, remainder: int, modulus: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries whose block leaves that remainder, and their blocks, ``[n]`` int64 each."""
+        found = self._of_class.get((remainder, modulus))
+        if found is None:
+            entries = (self.blocks % modulus == remainder).nonzero().view(-1)
+            found = self._of_class[remainder, modulus] = entries, self.blocks.index_select(0, entries)
+        return found
+
+    def ends(self) -> Iterator[tuple[int, int, int]]:
+        """Row, column and block of the first and of the last entry of each row."""
+        for row, (first, table) in enumerate(zip(self._first, self._numbers, strict=True)):
+            if first < len(table):
+                yield row, first, table[first]
+                if first < len(table) - 1:
+                    yield row, len(table) - 1, table[-1]
 
 
 class CleanReads:
@@ -74,66 +176,83 @@ class CleanReads:
         window: Of the group.
     """
 
-    def __init__(self, rows: Rows, low: torch.Tensor | None, ends: torch.Tensor, block_size: int, window: int | None):
-        self.window = window
-        self._rows, self._low, self._ends, self._block_size = rows, low, ends, block_size
+    def __init__(self, lengths: list[int], lows: list[int], entries: Entries | None, size: int, window: int | None):
+        self.window, self.num_slots = window, sum(map(int.__sub__, lengths, lows))
+        self._lengths, self._lows, self._of_step, self._block_size = lengths, lows, entries, size
 
-    @cached_property
-    def num_slots(self) -> int:
-        lengths = self._rows.prefix_lens
-        return int((lengths if self._low is None else (lengths - self._low).clamp_(min=0)).sum())
-
-    @cached_property
-    def _entries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        first = torch.zeros_like(self._ends) if self._low is None else self._low // self._block_size
-        return _entries(first, (self._ends - first).clamp_(min=0))[:2]
+    @property
+    def _all(self) -> Entries:
+        assert self._of_step is not None, "nothing is read"
+        return self._of_step
 
     @property
     def rows(self) -> torch.Tensor:
         """``[entries]`` int64."""
-        return self._entries[0]
+        return self._all.rows
 
-    @cached_property
+    @property
     def blocks(self) -> torch.Tensor:
         """``[entries]`` int64."""
-        return self._rows.block_table[self._entries]
+        return self._all.blocks
+
+    def due(self, block_class: tuple[int, int]) -> Due:
+        """The entries whose block is of that class."""
+        remainder, modulus = block_class
+        if modulus == 1:
+            return Due(entries=None, blocks=self.blocks, num_slots=self.num_slots)
+        entries, blocks = self._all.of_class(remainder, modulus)
+        count = entries.shape[0] * self._block_size
+        if count:
+            for row, column, block in self._all.ends():
+                if block % modulus == remainder:
+                    begin, end = self._span(row, column)
+                    count -= self._block_size - (end - begin)
+        return Due(entries=entries, blocks=blocks, num_slots=count)
 
     def positions(self, entries: torch.Tensor | None) -> torch.Tensor:
         """Of all or of ``[n]`` entries: ``[n, block_size]`` int64."""
-        columns = self._entries[1] if entries is None else self._entries[1].index_select(0, entries)
+        columns = self._all.columns if entries is None else self._all.columns.index_select(0, entries)
         return (columns * self._block_size)[:, None] + torch.arange(self._block_size)
 
     def live(self, entries: torch.Tensor | None) -> torch.Tensor:
         """Which slots of all or of ``[n]`` entries the row reads: ``[n, block_size]`` bool."""
         rows = self.rows if entries is None else self.rows.index_select(0, entries)
         positions = self.positions(entries)
-        live = positions < self._rows.prefix_lens.index_select(0, rows)[:, None]
-        if self._low is not None:
-            live &= positions >= self._low.index_select(0, rows)[:, None]
+        live = positions < tensor_of(self._lengths).index_select(0, rows)[:, None]
+        if self.window is not None:
+            live &= positions >= tensor_of(self._lows).index_select(0, rows)[:, None]
         return live
 
-    def num_live(self, entries: torch.Tensor | None) -> int:
-        """How many slots of all or of ``[n]`` entries the row reads."""
-        if entries is None:
-            return self.num_slots
-        rows, columns = (of_all.index_select(0, entries) for of_all in self._entries)
-        begin = columns * self._block_size
-        end = torch.minimum(self._rows.prefix_lens.index_select(0, rows), begin + self._block_size)
-        if self._low is not None:
-            begin = torch.maximum(self._low.index_select(0, rows), begin)
-        return int((end - begin).sum())
+    def spans(self, entries: torch.Tensor) -> list[tuple[int, int]]:
+        """Of ``[n]`` entries, the offsets in the block of the first slot that the row reads, and of the end."""
+        return list(map(self._span, *self._rows_and_columns(entries)))
+
+    def num_live(self, entries: torch.Tensor) -> int:
+        """How many slots of ``[n]`` entries the row reads."""
+        return sum(end - begin for begin, end in self.spans(entries))
+
+    def _rows_and_columns(self, entries: torch.Tensor) -> tuple[list[int], list[int]]:
+        return self._all.rows.index_select(0, entries).tolist(), self._all.columns.index_select(0, entries).tolist()
+
+    def _span(self, row: int, column: int) -> tuple[int, int]:
+        begin = column * self._block_size
+        return max(0, self._lows[row] - begin), min(self._block_size, self._lengths[row] - begin)
 
 
 class ReadScreen:
     """Whether any slot that a step reads fails any check of metadata."""
 
     def __init__(self, records: Records) -> None:
-        self._records = records
+        self._records, self._memory = records, RecordMemory(records)
         self._offsets = torch.arange(records.block_size)
         self._walk: _Walk | None = None
-        self._proven: _Proven | None = None
-        # The slots that the proof rests upon, and perhaps others; and the generations that it has seen.
+        self._entries: Entries | None = None
+        self._proven: list[_ProvenRow] = []
+        self._token_dtype: torch.dtype | None = None
+        self._holders: _Holders | None = None
+        # The slots that proofs rest upon, and perhaps others; and the generations that they have seen.
         self._in_proof = torch.zeros(records.num_slots, dtype=torch.bool)
+        self._in_proof_numbers = numbers_in(self._in_proof)
         self._generation = records.block_generation.clone()
         self._versions = self._current_versions()
 
@@ -144,17 +263,22 @@ class ReadScreen:
 
     def forget(self) -> None:
         """Nothing counts as proven any more."""
-        self._proven = None
+        self._proven = []
 
     @contextmanager
-    def changes(self, slots: torch.Tensor | None) -> Iterator[None]:
+    def changes(self, slots: torch.Tensor | Sequence[int] | None) -> Iterator[None]:
         """Around a change of the records of these slots, ``[n]`` int64, alone; None: of nothing that a proof rests on.
 
         After any other change of the records everything is proven anew.
         """
         self._settle()
-        if slots is not None and self._proven is not None and bool(self._in_proof.index_select(0, slots).any()):
-            self._proven = None
+        if slots is not None and self._proven:
+            if isinstance(slots, torch.Tensor):
+                stale = slots[self._in_proof.index_select(0, slots)].tolist()
+            else:
+                stale = [slot for slot in slots if self._in_proof_numbers[slot]]
+            if stale:
+                self._cut_at(stale)
         yield
         self._versions = self._current_versions()
 
@@ -163,160 +287,180 @@ class ReadScreen:
 
         None is no verdict: it may be that nothing is wrong after all.
         """
-        size, lengths, table = self._records.block_size, rows.prefix_lens, rows.block_table
-        low = None if window is None else (lengths - window + 1).clamp_(min=0)
-        ends = (lengths + (size - 1)) // size
-        reads = CleanReads(rows, low, ends, size, window)
-        if not reads.num_slots:
-            return reads
-        if int(ends.max()) > table.shape[1]:
+        size, lengths = self._records.block_size, rows.prefix_lens.tolist()
+        if lengths and min(lengths) < 0:
             return None
-        if known is not None and known.lengths is not None and bool((known.lengths < lengths).any()):
+        lows = [0] * len(lengths) if window is None else [max(0, length - window + 1) for length in lengths]
+        # A window of one token reads nothing of what is there.
+        lows = list(map(min, lows, lengths))
+        ends = [-(-length // size) for length in lengths]
+        if lows == lengths:
+            return CleanReads(lengths, lows, None, size, window)
+        table = rows_of(rows.block_table)
+        if max(ends) > table.width:
             return None
-        if rows.held is not None:
-            outside = (reads.blocks < 0) | (reads.blocks >= self._records.num_blocks)
-            if bool(outside.any()):
-                return None
-            not_held = rows.not_held(reads.rows, reads.blocks)
-            if not_held is not None and bool(not_held.any()):
-                return None
+        if known is not None and known.lengths is not None and any(map(int.__lt__, known.lengths.tolist(), lengths)):
+            return None
+        of_rows = [table.octets(row, 0, end) for row, end in enumerate(ends)]
+        first = [low // size for low in lows]
+        if self._entries is None or not self._entries.are_those_of(first, of_rows):
+            self._entries = Entries(first, of_rows)
+        reads = CleanReads(lengths, lows, self._entries, size, window)
         self._settle()
-        start = self._first_unproven(rows, low, known)
-        if start is not None and self._prove_few(rows, start, low, known):
-            return reads
-        slots = self._sound_slots(rows, ends, start, low, known)
-        if slots is None:
-            self._proven = None
+        if not self._prove(rows, table, of_rows, lows, known, reads):
+            self._proven = []
             return None
-        self._remember(rows, ends, low, known, slots, anew=start is None)
         return reads
 
     # What is proven
+
+    def _prove(
+        self,
+        rows: Rows,
+        table: Rows2D,
+        of_rows: list[bytes],
+        lows: list[int],
+        known: KnownTokens | None,
+        reads: CleanReads,
+    ) -> bool:
+        lengths, seeds = rows.prefix_lens.tolist(), rows.seeds.tolist()
+        tokens = None if known is None else Tokens(known)
+        token_dtype = None if tokens is None else tokens.dtype
+        if self._token_dtype != token_dtype:
+            self._proven, self._token_dtype = [], token_dtype
+        starts = [
+            self._first_unproven(row, lows[row], lengths[row], seeds[row], of_rows[row], tokens)
+            for row in range(len(lengths))
+        ]
+        if starts == lows:
+            self._proven = []
+            self._in_proof.zero_()
+        few = sum(max(0, length - start) for start, length in zip(starts, lengths, strict=True)) <= FEW
+        before, self._holders = self._holders, _Holders.of(rows)
+        held, slots = None, None
+        if few:
+            if self._holders is not None and self._holders.are(before):
+                held = Held(self._holders.held, self._holders.rows)
+            spans = [
+                (row, start, length)
+                for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
+                if start < length
+            ]
+            slots = sound_slots(self._memory, rows, table, spans, lows, tokens, held)
+        # Of who holds what there is no proof that could go on, unless it is as it was.
+        if self._holders is not None and (held is None or slots is None) and not self._all_held(rows, reads):
+            return False
+        if slots is not None:
+            for slot in slots:
+                self._in_proof_numbers[slot] = True
+        else:
+            found = self._sound_slots(rows, reads, starts, lows, known)
+            if found is None:
+                return False
+            self._in_proof.index_fill_(0, found, True)
+        self._remember(starts, lengths, lows, seeds, of_rows, tokens)
+        return True
+
+    def _first_unproven(self, row: int, low: int, length: int, seed: int, blocks: bytes, tokens: Tokens | None) -> int:
+        """The position from which on the slots of a row are yet to be looked at."""
+        if row >= len(self._proven):
+            return low
+        proven = self._proven[row]
+        if proven.seed != seed or low < proven.low:
+            return low
+        end = min(proven.end, length)
+        if blocks != proven.blocks:
+            end = min(end, _common(blocks, proven.blocks) // 8 * self._records.block_size)
+        if tokens is not None and proven.tokens is not None and end > low:
+            item = tokens.table.item_bytes
+            now, then = tokens.octets(row, low, end), proven.tokens[low * item : end * item]
+            if now != then:
+                end = low + _common(now, then) // item
+        return max(low, end)
+
+    def _remember(
+        self,
+        starts: list[int],
+        lengths: list[int],
+        lows: list[int],
+        seeds: list[int],
+        of_rows: list[bytes],
+        tokens: Tokens | None,
+    ) -> None:
+        """All that the step reads is proven: what comes before ``starts`` was, and the rest has been now."""
+        del self._proven[len(lengths) :]
+        for row, (start, length, low, seed, blocks) in enumerate(
+            zip(starts, lengths, lows, seeds, of_rows, strict=True)
+        ):
+            known = None
+            if row < len(self._proven):
+                proven = self._proven[row]
+                if tokens is not None and proven.tokens is not None:
+                    known = proven.tokens
+                    del known[start * tokens.table.item_bytes :]
+                    known += tokens.octets(row, len(known) // tokens.table.item_bytes, length)
+                elif tokens is not None:
+                    known = bytearray(tokens.octets(row, 0, length))
+                proven.low, proven.end, proven.seed, proven.blocks, proven.tokens = low, length, seed, blocks, known
+                continue
+            if tokens is not None:
+                known = bytearray(tokens.octets(row, 0, length))
+            self._proven.append(_ProvenRow(low=low, end=length, seed=seed, blocks=blocks, tokens=known))
 
     def _current_versions(self) -> tuple[int, int]:
         return self._records.table._version, self._records.block_generation._version
 
     def _settle(self) -> None:
-        """Drop the proofs if the records have changed behind their back."""
+        """Drop the proofs that rest on records which have changed behind their back."""
         table, generation = self._versions
         self._versions = self._current_versions()
         if self._versions[0] != table:
-            self._proven = None
+            self._proven = []
         if self._versions[1] != generation:
-            if self._proven is not None:
+            if self._proven:
                 changed = (self._records.block_generation != self._generation).nonzero().view(-1)
                 in_proof = self._in_proof.view(-1, self._records.block_size)
                 if changed.numel() and bool(in_proof.index_select(0, changed).any()):
-                    self._proven = None
+                    self._cut_at((changed * self._records.block_size).tolist())
+                    in_proof.index_fill_(0, changed, False)
             self._generation.copy_(self._records.block_generation)
 
-    def _first_unproven(self, rows: Rows, low: torch.Tensor | None, known: KnownTokens | None) -> torch.Tensor | None:
-        """The position in each row, ``[rows]`` int64, from which on its slots are yet to be looked at; None: all."""
-        proven = self._proven
-        if proven is None or proven.lengths.shape != rows.prefix_lens.shape or (proven.low is None) != (low is None):
-            return None
-        width = proven.block_table.shape[1]
-        if rows.block_table.shape[1] < width or (proven.tokens is None) != (known is None):
-            return None
-        if known is not None and proven.tokens is not None and proven.relevant is not None:
-            now = _tokens_of_rows(known, proven.tokens.shape[1])
-            if now.shape != proven.tokens.shape or bool((now != proven.tokens).logical_and_(proven.relevant).any()):
-                return None
-        start = proven.lengths
-        table = rows.block_table[:, :width]
-        if not torch.equal(table, proven.block_table):
-            same = (table == proven.block_table).to(torch.int8).cumprod(1).sum(1)
-            start = torch.minimum(start, same * self._records.block_size)
-        if rows.seeds is not proven.seeds and not torch.equal(rows.seeds, proven.seeds):
-            start = torch.where(rows.seeds == proven.seeds, start, 0)
-        if low is None or proven.low is None:
-            return start
-        return torch.where(low >= proven.low, torch.maximum(low, start), low)
+    def _cut_at(self, slots: list[int]) -> None:
+        """Nothing that rests on these slots counts as proven any more, nor what follows them in their rows."""
+        size = self._records.block_size
+        offsets: dict[int, int] = {}
+        for slot in slots:
+            self._in_proof_numbers[slot] = False
+            offsets[slot // size] = min(slot % size, offsets.get(slot // size, size))
+        for proven in self._proven:
+            for column, block in enumerate(memoryview(proven.blocks).cast("q")):
+                if block in offsets:
+                    proven.end = min(proven.end, column * size + offsets[block])
+                    break
 
-    def _prove_few(self, rows: Rows, start: torch.Tensor, low: torch.Tensor | None, known: KnownTokens | None) -> bool:
-        """Look at what is yet to be looked at one slot after the other, if that is little; whether it is sound."""
-        proven = self._proven
-        if proven is None or self._records.has_unknown:
+    def _all_held(self, rows: Rows, reads: CleanReads) -> bool:
+        """Whether all blocks that are read are blocks of the pool, and none is known not to be held by its reader."""
+        if bool(((reads.blocks < 0) | (reads.blocks >= self._records.num_blocks)).any()):
             return False
-        few = few_reads(rows, start, low)
-        if few is None:
-            return False
-        slots = slots_of_sound_reads(self._records, rows, few, known)
-        if slots is None:
-            return False
-        lengths, block_table = rows.prefix_lens, rows.block_table
-        if not slots and torch.equal(lengths, proven.lengths):
-            return True
-        tokens, relevant = proven.tokens, proven.relevant
-        if known is not None and tokens is not None and relevant is not None:
-            width, known_width = tokens.shape[1], known.tokens.shape[1]
-            if few.end > width and width < known_width:
-                return False
-            at = [row * width + position for row, position in few.places if position < width]
-            flat = torch.tensor(at, dtype=torch.int64)
-            tokens.view(-1).index_copy_(0, flat, torch.take(_tokens_of_rows(known, width), flat))
-            relevant.view(-1).index_fill_(0, flat, True)
-        self._in_proof.index_fill_(0, torch.tensor(slots, dtype=torch.int64), True)
-        width = -(-few.end // self._records.block_size)
-        if not torch.equal(block_table[:, :width], proven.block_table):
-            block_table = block_table[:, :width].clone()
-        else:
-            block_table = proven.block_table
-        self._proven = _Proven(
-            low=low,
-            lengths=lengths.clone(),
-            seeds=rows.seeds,
-            block_table=block_table,
-            tokens=tokens,
-            relevant=relevant,
-        )
-        return True
-
-    def _remember(
-        self,
-        rows: Rows,
-        ends: torch.Tensor,
-        low: torch.Tensor | None,
-        known: KnownTokens | None,
-        slots: torch.Tensor,
-        *,
-        anew: bool,
-    ) -> None:
-        """All that the step reads is proven: these slots just now, and before, unless ``anew``, the others."""
-        if anew:
-            self._in_proof.zero_()
-        self._in_proof.index_fill_(0, slots, True)
-        tokens = relevant = None
-        width = int(ends.max())
-        if known is not None:
-            tokens = _tokens_of_rows(known, width * self._records.block_size + _ROOM_FOR_TOKENS).clone()
-            positions = torch.arange(tokens.shape[1])
-            relevant = positions < rows.prefix_lens[:, None]
-            if low is not None:
-                relevant &= positions >= low[:, None]
-        self._proven = _Proven(
-            low=low,
-            lengths=rows.prefix_lens.clone(),
-            seeds=rows.seeds,
-            block_table=rows.block_table[:, :width].clone(),
-            tokens=tokens,
-            relevant=relevant,
-        )
+        not_held = rows.not_held(reads.rows, reads.blocks)
+        return not_held is None or not bool(not_held.any())
 
     # The proof
 
     def _sound_slots(
         self,
         rows: Rows,
-        ends: torch.Tensor,
-        start: torch.Tensor | None,
-        low: torch.Tensor | None,
+        reads: CleanReads,
+        starts: list[int],
+        lows: list[int],
         known: KnownTokens | None,
     ) -> torch.Tensor | None:
-        """The slots from position ``start`` of each row on, ``[n]`` int64, if their records are those of their rows."""
+        """The slots from position ``starts`` of each row on, ``[n]`` int64, if their records are those of the rows."""
         size = self._records.block_size
+        low = None if reads.window is None else tensor_of(lows)
+        ends = (rows.prefix_lens + (size - 1)) // size
         first = torch.zeros_like(ends) if low is None else low // size
-        column = first if start is None else torch.maximum(first, start // size)
+        column = tensor_of(starts) // size
         walk = self._walk_of(column, (ends - column).clamp_(min=0))
         if not walk.rows.shape[0]:
             return walk.rows
@@ -414,9 +558,10 @@ class ReadScreen:
         return self._walk
 
 
-def _tokens_of_rows(known: KnownTokens, width: int) -> torch.Tensor:
-    """The first tokens that each row of the step is known to consist of, ``[rows, width or fewer]``."""
-    return known.tokens[:, :width].index_select(0, known.rows.to(torch.int64))
+def _common(a: bytes | bytearray, b: bytes | bytearray) -> int:
+    """How many octets both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def _entries(first: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
