@@ -51,7 +51,7 @@ class Settings:
     """KVCANARY_ON_VIOLATION: ``evict`` also takes a block that was found corrupt out of the engine's prefix cache."""
     scrub_period: int = 128
     """KVCANARY_SCRUB_PERIOD: steps within which ``scrub`` has checked every byte that is read; at least 1."""
-    sweep_slots_per_step: int = 64
+    sweep_slots_per_step: int = 16
     """KVCANARY_SWEEP_SLOTS_PER_STEP: idle cached slots checked in each step; 0 checks none."""
     adapters: tuple[str, ...] = ()
     """KVCANARY_ADAPTERS: the adapters to use, see `kvcanary_agent.activation.adapter_loading`; empty: all built in."""

@@ -733,7 +733,8 @@ class Canary:
     def _hear(self, *, wait: bool) -> list[list[int]]:
         """Report what the device has found so far, or, without waiting for it, had found at the look before."""
         entries, lost = self._ring.drain() if wait else self._ring.poll()
-        self._reporter.faults(entries)
+        if entries:
+            self._reporter.faults(entries)
         if lost:
             self._sink.lost_violations(lost)
         self._judge_claims(wait=wait)

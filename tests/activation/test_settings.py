@@ -13,7 +13,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         mode="log",
         content="scrub",
         scrub_period=128,
-        sweep_slots_per_step=64,
+        sweep_slots_per_step=16,
         adapters=(),
         incident_dir=None,
         status_dir=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,6 +36,12 @@ class ContentChecks:
         self._states = BlockStates(records)
         self._memory = RecordMemory(records)
         self._prints = numbers_in(records.fingerprints)
+        self._all_prints = records.fingerprints.view(-1)
+        # The parts that are gathered together, and where among all fingerprints theirs begin, ``[parts, 1]`` int64.
+        self._parts_of: dict[tuple[int, torch.dtype], tuple[list[int], torch.Tensor]] = {}
+        for kind, stacks in self._fingerprinter.stacks.items():
+            parts = [part for stack in stacks for part in stack.parts]
+            self._parts_of[kind] = parts, torch.tensor(parts)[:, None] * records.num_slots
 
     @property
     def num_bytes(self) -> int:
@@ -149,10 +156,7 @@ class ContentChecks:
 
     def _as_recorded(self, slots: torch.Tensor) -> bool:
         """Whether ``[n]`` slots have, in all parts, the fingerprints on record."""
-        fingerprints = self._records.fingerprints
-        return all(
-            torch.equal(prints, fingerprints[parts, slots[chunk]]) for parts, chunk, prints, _ in self._prints_of(slots)
-        )
+        return all(torch.equal(prints, self._all_prints.take(at)) for at, prints, _, _ in self._prints_of(slots))
 
     def _verify_slots(
         self, rows: Rows, reads: CleanReads | Reads, part: int, entries: torch.Tensor | None
@@ -238,11 +242,10 @@ class ContentChecks:
             Slots checked and failed, for `Fault.LOST_WRITE` and `Fault.NONFINITE`.
         """
         records, slots = self._records, written.slots
-        before = records.fingerprints.index_select(1, slots)
-        not_finite, any_same = self._set_prints(slots, before)
         blocks = set((slots // records.block_size).tolist())
         with self._states.changes(blocks):
             records.fingerprinted.index_fill_(0, slots, 1)
+        before, not_finite, any_same = self._set_prints(slots)
         # Fewer cannot fill a block.
         if slots.shape[0] >= records.block_size + len(blocks) - 1:
             self._blocks.remember_written(slots)
@@ -255,45 +258,45 @@ class ContentChecks:
 
     def measure(self, slots: torch.Tensor) -> None:
         """Set the fingerprints of ``[n]`` slots to what they hold now."""
-        self._set_prints(slots, None)
+        for at, prints, _, _ in self._prints_of(slots):
+            self._all_prints.put_(at, prints)
 
-    def _set_prints(
-        self, slots: torch.Tensor, before: torch.Tensor | None
-    ) -> tuple[list[tuple[int, torch.Tensor]], bool]:
+    def _set_prints(self, slots: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]], bool]:
         """Set the fingerprints of ``[n]`` slots to what they hold now.
 
-        Args:
-            before: ``[parts, n]`` int64: what they were; None if nobody asks.
-
         Returns:
-            For each part that holds numbers that are not finite: which of the slots do, ``[n]`` bool; and whether any
-            fingerprint is what it was. Nothing of either if ``before`` is None.
+            What they were, ``[parts, n]`` int64; for each part that holds numbers that are not finite, which of the
+            slots do, ``[n]`` bool; and whether any fingerprint is what it was.
         """
+        before = self._records.fingerprints.index_select(1, slots)
         bad: dict[int, torch.Tensor] = {}
         any_same = False
-        for parts, chunk, prints, (octets, number_type) in self._prints_of(slots):
-            self._records.fingerprints[parts, slots[chunk]] = prints
-            if before is None:
+        for at, prints, (parts, chunk), (octets, number_type) in self._prints_of(slots):
+            if not any_same:
+                # Of two writes to one slot, the second finds what the first has left: that is no harm, as it only asks
+                # for a closer look.
+                any_same = bool((self._all_prints.take(at) == prints).any())
+            self._all_prints.put_(at, prints)
+            if _is_finite(octets, number_type):
                 continue
-            any_same = any_same or bool((before[parts.view(-1), chunk] == prints).any())
             found = has_nonfinite(octets, number_type)
             if found is None:
                 continue
-            numbers = parts.view(-1).tolist()
-            found = found.view(len(numbers), -1)
+            found = found.view(len(parts), -1)
             for index in found.any(1).nonzero().view(-1).tolist():
-                of_part = bad.setdefault(numbers[index], torch.zeros_like(slots, dtype=torch.bool))
+                of_part = bad.setdefault(parts[index], torch.zeros_like(slots, dtype=torch.bool))
                 of_part[chunk] = found[index]
-        return sorted(bad.items()), any_same
+        return before, sorted(bad.items()), any_same
 
     def _prints_of(
         self, slots: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor, tuple[torch.Tensor, torch.dtype]]]:
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[list[int], slice], tuple[torch.Tensor, torch.dtype]]]:
         """What ``[n]`` slots hold, some parts and some slots at a time.
 
         Yields:
-            The parts, ``[parts, 1]`` int64; which of the slots; their fingerprints, ``[parts, slots]`` int64; and the
-            payloads, ``[parts * slots, bytes]`` uint8, with the type of their numbers.
+            Where among all fingerprints those of these parts and slots are, ``[parts, slots]`` int64; what they are, of
+            that shape; the parts, and which of the slots; and the payloads, ``[parts * slots, bytes]`` uint8, with the
+            type of their numbers.
         """
         size, fingerprinter, count = self._records.block_size, self._fingerprinter, slots.shape[0]
         if count <= FEW:
@@ -304,12 +307,16 @@ class ContentChecks:
             block = slots // size
             offset = slots - block * size
         for (length, number_type), stacks in fingerprinter.stacks.items():
-            parts = fingerprinter.parts_of(stacks)
-            step = fingerprinter.slots_per_chunk(length * parts.shape[0])
+            parts, first = self._parts_of[length, number_type]
+            step = fingerprinter.slots_per_chunk(length * len(parts))
+            if count <= step:
+                octets, prints = fingerprinter.of_slots(stacks, block, offset)
+                yield first + slots, prints, (parts, slice(None)), (octets.view(-1, length), number_type)
+                continue
             for start in range(0, count, step):
                 chunk = slice(start, start + step)
                 octets, prints = fingerprinter.of_slots(stacks, block[chunk], offset[chunk])
-                yield parts, chunk, prints, (octets.view(-1, length), number_type)
+                yield first + slots[chunk], prints, (parts, chunk), (octets.view(-1, length), number_type)
 
     def _comparable(self, blocks: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
         """Which slots of these blocks have a fingerprint that counts: ``[n, block_size]`` bool."""
@@ -361,3 +368,10 @@ class ContentChecks:
         report_differences(
             self._records, self._ring, self._group, step, part, blocks, differing, owner, position, fault
         )
+
+
+def _is_finite(octets: torch.Tensor, number_type: torch.dtype) -> bool:
+    """Whether the sum of numbers, ``[rows, bytes]`` uint8, is finite, so that all are; False is no verdict."""
+    if number_type is not torch.float32 and number_type is not torch.bfloat16:
+        return False
+    return math.isfinite(octets.view(number_type).sum(dtype=torch.float32).item())

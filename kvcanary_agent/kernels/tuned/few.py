@@ -77,7 +77,7 @@ def sound_slots(
         held: Who holds what, if that is known.
     """
     size, num_blocks, entries, stride = memory.block_size, memory.num_blocks, table.numbers, table.stride
-    seeds = rows.seeds.tolist()
+    seeds, generations = rows.seeds.tolist(), memory.generations
     slots = []
     for row, begin, end in spans:
         seed = seeds[row]
@@ -92,8 +92,8 @@ def sound_slots(
             if not 0 <= block < num_blocks or (held is not None and held.is_strange(row, block)):
                 return None
             slot = block * size + position % size
-            at, generation, token, of_seed, before, after, *_ = memory.of(slot)
-            if at != position or of_seed != seed or generation != memory.generation(block):
+            at, generation, token, of_seed, before, after = memory.of(slot)[:6]
+            if at != position or of_seed != seed or generation != generations[block]:
                 return None
             if before != chain and chain is not None:
                 return None
@@ -132,7 +132,7 @@ def few_writes(memory: RecordMemory, rows: Rows, writes: Writes) -> FewWrites | 
     if len(set(slots)) < count or min(positions) < 0 or max(positions) >= last:
         return None
     held = None if rows.held is None else Held(rows.held, rows.held_rows.tolist())
-    references = numbers_in(rows.references)
+    references, generations = numbers_in(rows.references), memory.generations
     known = None if writes.known is None else Tokens(writes.known)
     new_tokens, owners, seeds = writes.tokens.tolist(), rows.owners.tolist(), rows.seeds.tolist()
     # Position and chain at which each row goes on.
@@ -166,19 +166,20 @@ def few_writes(memory: RecordMemory, rows: Rows, writes: Writes) -> FewWrites | 
         after = (chain + mix_of(token, position) + _SIGN) % _MODULUS - _SIGN
         ahead[row] = position + 1, after
         table_of_records.append(
+            # In the order of its fields: this is the inner loop.
             Record(
-                position=position,
-                generation=memory.generation(block),
-                token=token,
-                seed=seeds[row],
-                chain=chain,
-                chain_after=after,
-                owner=owners[row],
-                step=rows.step,
-                fingerprinted=0,
-                unused=old.unused,
-                order=order,
-                claim_step=old.claim_step,
+                position,
+                generations[block],
+                token,
+                seeds[row],
+                chain,
+                after,
+                owners[row],
+                rows.step,
+                0,
+                old.unused,
+                order,
+                old.claim_step,
             )
         )
     written = Written(

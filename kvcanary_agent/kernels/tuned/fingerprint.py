@@ -18,8 +18,8 @@ _SCRATCH_SHARE = 256
 """Scratch for gathers is at most this part of the pool, or one block of a part."""
 _ROOMS = 256
 """Ways to look at the scratch that are remembered."""
-_RUN_BYTES = 1 << 20
-"""Bytes at a time where they need not be gathered; what the first product has read, the second finds in the cache."""
+_RUN_BYTES = 4 << 20
+"""Bytes at a time where they need not be gathered: few calls, and both products find them in the last cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,19 +103,11 @@ class Fingerprinter:
         self._scratch = torch.empty(-(-max(block, min(_GATHER_BYTES, pool // _SCRATCH_SHARE)) // 8), dtype=torch.int64)
         self._keys: dict[int, _Keys] = {}
         self._rooms: dict[object, _Room] = {}
-        self._parts_of = {
-            id(stacks): torch.tensor([part for stack in stacks for part in stack.parts])[:, None]
-            for stacks in self.stacks.values()
-        }
 
     @property
     def num_bytes(self) -> int:
         """Bytes of scratch."""
         return 8 * self._scratch.numel()
-
-    def parts_of(self, stacks: Sequence[Stack]) -> torch.Tensor:
-        """The parts of one of the lists of `stacks`, in the order of `of_slots`: ``[parts, 1]`` int64."""
-        return self._parts_of[id(stacks)]
 
     def slots_per_chunk(self, num_bytes: int) -> int:
         """For how many slots `of_slots` is best called at a time, if each has so many bytes in all parts."""

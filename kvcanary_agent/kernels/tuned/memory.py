@@ -112,13 +112,17 @@ assert _RECORD.size == 8 * len(Column)
 
 
 class RecordMemory:
-    """The records of one group on a CPU, slot by slot."""
+    """The records of one group on a CPU, slot by slot.
+
+    Attributes:
+        generations: Of each block, that in which its slots count.
+    """
 
     def __init__(self, records: Records) -> None:
         # The views do not keep the memory.
         self._records = records
         self._octets = numbers_in(records.table).cast("B")
-        self._generation = numbers_in(records.block_generation)
+        self.generations = numbers_in(records.block_generation)
         self.num_blocks, self.block_size = records.num_blocks, records.block_size
 
     def of(self, slot: int) -> tuple[int, ...]:
@@ -137,19 +141,7 @@ class RecordMemory:
         """Replace a slot's record."""
         _RECORD.pack_into(self._octets, slot * _RECORD.size, *record)
 
-    def generation(self, block: int) -> int:
-        """The generation in which a slot of the block counts."""
-        generation: int = self._generation[block]
-        return generation
-
     def has_print(self, slot: int) -> bool:
         """Whether the slot has a fingerprint that counts."""
-        record = self.of(slot)
-        return record[8] != 0 and record[1] == self._generation[slot // self.block_size]
-
-    def set_fingerprinted(self, slot: int) -> None:
-        """The slot's fingerprint is that of its bytes."""
-        _STATE.pack_into(self._octets, slot * _RECORD.size + 8 * Column.STATE, 1)
-
-
-_STATE = Struct("=i")
+        record = self.record(slot)
+        return record.fingerprinted != 0 and record.generation == self.generations[slot // self.block_size]

@@ -373,7 +373,9 @@ class ReadScreen:
             end = min(end, _common(blocks, proven.blocks) // 8 * self._records.block_size)
         if tokens is not None and proven.tokens is not None and end > low:
             item = tokens.table.item_bytes
-            now, then = tokens.octets(row, low, end), proven.tokens[low * item : end * item]
+            now, then = tokens.octets(row, low, end), proven.tokens
+            if low or len(then) > end * item:
+                then = then[low * item : end * item]
             if now != then:
                 end = low + _common(now, then) // item
         return max(low, end)
@@ -397,8 +399,9 @@ class ReadScreen:
                 proven = self._proven[row]
                 if tokens is not None and proven.tokens is not None:
                     known = proven.tokens
-                    del known[start * tokens.table.item_bytes :]
-                    known += tokens.octets(row, len(known) // tokens.table.item_bytes, length)
+                    item = tokens.table.item_bytes
+                    del known[start * item :]
+                    known += tokens.octets(row, len(known) // item, length)
                 elif tokens is not None:
                     known = bytearray(tokens.octets(row, 0, length))
                 proven.low, proven.end, proven.seed, proven.blocks, proven.tokens = low, length, seed, blocks, known
