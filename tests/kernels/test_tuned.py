@@ -159,7 +159,7 @@ class Proof:
 
 def test_a_row_that_goes_on_is_proven_from_where_the_last_proof_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     proof = Proof()
-    monkeypatch.setattr(proof.checks._screen, "_sound_slots", lambda *_: pytest.fail("looked at everything again"))
+    monkeypatch.setattr(proof.checks._screen, "_all_sound", lambda *_: pytest.fail("looked at everything again"))
     proof.enter(10, 11)
     assert proof.is_clean(11)
     assert proof.is_clean(11)

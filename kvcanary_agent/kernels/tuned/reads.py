@@ -32,7 +32,6 @@ class _Walk:
     Attributes:
         first, counts: ``[rows]`` int64.
         rows, columns: ``[entries]`` int64.
-        positions: ``[entries, block_size]`` int64.
         starts: ``[rows that have entries]`` int64: where each row's entries begin.
         readers: ``[rows that have entries]`` int64: which rows these are; None if all.
     """
@@ -41,7 +40,6 @@ class _Walk:
     counts: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
-    positions: torch.Tensor
     starts: torch.Tensor
     readers: torch.Tensor | None
 
@@ -353,11 +351,8 @@ class ReadScreen:
         if slots is not None:
             for slot in slots:
                 self._in_proof_numbers[slot] = True
-        else:
-            found = self._sound_slots(rows, reads, starts, lows, known)
-            if found is None:
-                return False
-            self._in_proof.index_fill_(0, found, True)
+        elif not self._all_sound(rows, reads, starts, lows, known):
+            return False
         self._remember(starts, lengths, lows, seeds, of_rows, tokens)
         return True
 
@@ -450,15 +445,10 @@ class ReadScreen:
 
     # The proof
 
-    def _sound_slots(
-        self,
-        rows: Rows,
-        reads: CleanReads,
-        starts: list[int],
-        lows: list[int],
-        known: KnownTokens | None,
-    ) -> torch.Tensor | None:
-        """The slots from position ``starts`` of each row on, ``[n]`` int64, if their records are those of the rows."""
+    def _all_sound(
+        self, rows: Rows, reads: CleanReads, starts: list[int], lows: list[int], known: KnownTokens | None
+    ) -> bool:
+        """Whether the slots from position ``starts`` of each row on have the records of their rows; a proof of it."""
         size = self._records.block_size
         low = None if reads.window is None else tensor_of(lows)
         ends = (rows.prefix_lens + (size - 1)) // size
@@ -466,34 +456,50 @@ class ReadScreen:
         column = tensor_of(starts) // size
         walk = self._walk_of(column, (ends - column).clamp_(min=0))
         if not walk.rows.shape[0]:
-            return walk.rows
+            return True
         blocks = rows.block_table[walk.rows, walk.columns]
         smallest, largest = torch.aminmax(blocks)
         if int(smallest) < 0 or int(largest) >= self._records.num_blocks:
-            return None
-        live = walk.positions < rows.prefix_lens.index_select(0, walk.rows)[:, None]
-        if low is not None:
-            live &= walk.positions >= low.index_select(0, walk.rows)[:, None]
+            return False
+        begins = walk.columns * size
+        ends_of_rows = rows.prefix_lens.index_select(0, walk.rows)
+        lows_of_rows = None if low is None else low.index_select(0, walk.rows)
         seeds = rows.seeds.index_select(0, walk.rows)
         heads = self._heads(rows, walk, first, low)
+
+        def live(entries: slice | torch.Tensor) -> torch.Tensor:
+            positions = begins[entries, None] + self._offsets
+            read = positions < ends_of_rows[entries, None]
+            return read if lows_of_rows is None else read.logical_and_(positions >= lows_of_rows[entries, None])
+
         before: torch.Tensor | None = None
         per_chunk = max(1, _CHUNK_SLOTS // size)
         for begin in range(0, blocks.shape[0], per_chunk):
             chunk = slice(begin, begin + per_chunk)
             record = self._gather(blocks[chunk])
-            bad = record[..., Column.PLACE] != self._places(walk.positions[chunk], blocks[chunk])
-            bad |= record[..., Column.SEED] != seeds[chunk, None]
+            bad = record[..., Column.PLACE] != self._places(begins[chunk, None] + self._offsets, blocks[chunk])
+            bad.logical_or_(record[..., Column.SEED] != seeds[chunk, None])
             if known is not None:
-                bad |= self._other_tokens(record[..., Column.TOKEN], walk.rows[chunk], walk.columns[chunk], known)
+                other = self._other_tokens(record[..., Column.TOKEN], walk.rows[chunk], walk.columns[chunk], known)
+                bad.logical_or_(other)
             flat = record.view(-1, record.shape[2])
             bad.view(-1).logical_or_(_breaks(flat, before, begin * size, heads))
             before = flat[-1:, Column.CHAIN_AFTER]
-            bad &= live[chunk]
+            if not bool(bad.any()):
+                continue
+            bad.logical_and_(live(chunk))
             if self._records.has_unknown:
-                bad &= record.view(torch.int32)[..., 2 * Column.PLACE + 1] != UNKNOWN
+                bad.logical_and_(record.view(torch.int32)[..., 2 * Column.PLACE + 1] != UNKNOWN)
             if bool(bad.any()):
-                return None
-        return ((blocks * size)[:, None] + self._offsets)[live]
+                return False
+        in_part = ends_of_rows < begins + size
+        if lows_of_rows is not None:
+            in_part.logical_or_(lows_of_rows > begins)
+        self._in_proof.view(-1, size).index_fill_(0, blocks[in_part.logical_not()], True)
+        partly = in_part.nonzero().view(-1)
+        slots = (blocks.index_select(0, partly) * size)[:, None] + self._offsets
+        self._in_proof.index_fill_(0, slots[live(partly)], True)
+        return True
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """The records of blocks: ``[n, block_size, len(Column)]`` int64."""
@@ -554,7 +560,6 @@ class ReadScreen:
             counts=counts,
             rows=rows,
             columns=columns,
-            positions=(columns * self._records.block_size)[:, None] + self._offsets,
             starts=starts if readers is None else starts.index_select(0, readers),
             readers=readers,
         )
