@@ -56,6 +56,11 @@ class Exporting:
             self._incidents,
         )
 
+    @property
+    def exports_spans(self) -> bool:
+        """Whether a span that is started goes anywhere."""
+        return not is_proxy(self._providers.current("traces"))
+
     def request_export(self) -> None:
         """Has everything reported so far exported soon; does not wait."""
         for flusher in self._flushers:

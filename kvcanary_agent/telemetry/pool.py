@@ -176,6 +176,8 @@ class PoolTelemetry(Sink):
                 passed_and_failed[1] += failures
                 total += compared
             exporting.step_duration.record((end_ns - start_ns) * 1e-9, self._of_phase(phase))
+            if not violations and not exporting.exports_spans:
+                return
             attributes = {
                 **self._attributes,
                 semconv.STEP: step,

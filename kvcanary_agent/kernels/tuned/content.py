@@ -116,7 +116,7 @@ class ContentChecks:
             found = prints[index * size + begin : index * size + end]
             at = block * size + begin
             kept = self._prints[first + at : first + at + len(found)].tolist()
-            counts = [memory.has_print(slot) for slot in range(at, at + len(found))]
+            counts = memory.have_prints(block, begin, end)
             if found != kept:
                 if any(count and one != other for one, other, count in zip(found, kept, counts, strict=True)):
                     return None
@@ -309,7 +309,7 @@ class ContentChecks:
         for (length, number_type), stacks in fingerprinter.stacks.items():
             parts, first = self._parts_of[length, number_type]
             step = fingerprinter.slots_per_chunk(length * len(parts))
-            if count <= step:
+            if 0 < count <= step:
                 octets, prints = fingerprinter.of_slots(stacks, block, offset)
                 yield first + slots, prints, (parts, slice(None)), (octets.view(-1, length), number_type)
                 continue

@@ -108,7 +108,8 @@ class Record(NamedTuple):
 
 
 _RECORD = Struct("=iiqqqqiiiiii")
-assert _RECORD.size == 8 * len(Column)
+_HALVES = 2 * len(Column)
+assert _RECORD.size == 4 * _HALVES
 
 
 class RecordMemory:
@@ -122,6 +123,7 @@ class RecordMemory:
         # The views do not keep the memory.
         self._records = records
         self._octets = numbers_in(records.table).cast("B")
+        self._halves = self._octets.cast("i")
         self.generations = numbers_in(records.block_generation)
         self.num_blocks, self.block_size = records.num_blocks, records.block_size
 
@@ -141,7 +143,10 @@ class RecordMemory:
         """Replace a slot's record."""
         _RECORD.pack_into(self._octets, slot * _RECORD.size, *record)
 
-    def has_print(self, slot: int) -> bool:
-        """Whether the slot has a fingerprint that counts."""
-        record = self.record(slot)
-        return record.fingerprinted != 0 and record.generation == self.generations[slot // self.block_size]
+    def have_prints(self, block: int, begin: int, end: int) -> list[bool]:
+        """Which of the slots of a block, from offset ``begin`` to ``end``, have a fingerprint that counts."""
+        first, last = (block * self.block_size + begin) * _HALVES, (block * self.block_size + end) * _HALVES
+        generation = self.generations[block]
+        generations = self._halves[first + 2 * Column.PLACE + 1 : last : _HALVES].tolist()
+        states = self._halves[first + 2 * Column.STATE : last : _HALVES].tolist()
+        return [state != 0 and of_slot == generation for state, of_slot in zip(states, generations, strict=True)]
