@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary_agent.canary import Kind
-from tests.canary.toy import LAYOUTS, ToyEngine, two_groups_over_one_storage
+from tests.canary.toy import LAYOUTS, Row, ToyEngine, two_groups_over_one_storage
 
 PROMPT = range(10, 18)
 BLOCKS = 2
@@ -167,3 +167,14 @@ def test_blocks_that_are_not_written_in_full_have_no_digests() -> None:
     blocks = toy.start("a", range(10, 17)).tables[0]
     assert toy.canary.fingerprints(blocks) is None
     assert toy.canary.fingerprints(blocks[:1]) is not None
+
+
+def test_what_arrives_before_the_first_step_may_be_computed_once_more() -> None:
+    consumer, to = consuming("token_major")
+    adopt(consumer, to, None)
+    consumer.requests["b"].computed = len(PROMPT) - 1
+    step, _ = consumer.plan(Row(request="b"))
+    consumer.canary.before_forward(step)
+    # The forward writes what is there already.
+    consumer.canary.after_forward()
+    assert consumer.sink.violations == []

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcanary_agent.canary.transfers import enter_foreign
 from kvcanary_agent.kernels.checks import Checks
 from kvcanary_agent.kernels.hashing import as_words
 from kvcanary_agent.kernels.plan import KnownTokens, Rows, Writes
 from kvcanary_agent.kernels.records import Records
 from kvcanary_agent.kernels.reference.fingerprint import fingerprint
-from kvcanary_agent.kernels.ring import ViolationRing
+from kvcanary_agent.kernels.ring import Field, ViolationRing
 from kvcanary_agent.kernels.tuned import TunedChecks
 from kvcanary_agent.kernels.tuned.fingerprint import Fingerprinter
 from kvcanary_agent.kernels.tuned.images import Image, images_of_neighbours, images_of_parts
@@ -124,6 +125,8 @@ class Proof:
         self.known = KnownTokens(
             tokens=torch.arange(24).view(2, 12), rows=torch.arange(2), lengths=torch.tensor([12, 12])
         )
+        self.held: torch.Tensor | None = None
+        self.held_rows = torch.full((2,), -1)
         self.enter(0, 10)
         assert self.is_clean(10)
 
@@ -134,8 +137,8 @@ class Proof:
             seeds=self.seeds,
             prefix_lens=torch.full((2,), length),
             block_table=self.table,
-            held=None,
-            held_rows=torch.full((2,), -1),
+            held=self.held,
+            held_rows=self.held_rows,
             references=torch.zeros(8, dtype=torch.int32),
             first_holders=torch.full((8,), -1, dtype=torch.int32),
         )
@@ -257,7 +260,121 @@ def test_records_that_travel_with_a_copied_block_are_seen() -> None:
     assert not proof.is_clean(10)
 
 
+def test_tokens_that_become_known_after_the_proof_are_compared() -> None:
+    proof = Proof()
+    all_tokens = proof.known.tokens
+    for tokens in (all_tokens[:, :8], torch.where(torch.arange(12) < 8, all_tokens, -1)):
+        proof.known = KnownTokens(tokens=tokens, rows=torch.arange(2), lengths=None)
+        assert proof.is_clean(10)
+        right = KnownTokens(tokens=all_tokens.clone(), rows=torch.arange(2), lengths=None)
+        right.tokens[1, 9] += 1
+        proof.known = right
+        assert not proof.is_clean(10)
+        right.tokens[1, 9] -= 1
+        assert proof.is_clean(10)
+
+
+def test_what_comes_and_goes_beside_a_row_leaves_its_proof_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = Proof()
+    monkeypatch.setattr(proof.checks._screen, "_all_sound", lambda *_: pytest.fail("looked at everything again"))
+    monkeypatch.setattr("kvcanary_agent.kernels.tuned.reads.FEW", 10)
+    both = proof.rows(10)
+    first = Rows(
+        step=1,
+        owners=both.owners[:1],
+        seeds=both.seeds[:1],
+        prefix_lens=both.prefix_lens[:1],
+        block_table=both.block_table[:1],
+        held=None,
+        held_rows=both.held_rows[:1],
+        references=both.references,
+        first_holders=both.first_holders,
+    )
+    assert isinstance(proof.checks.verify_reads(first, None, proof.known), CleanReads), "the second row leaves"
+    assert proof.is_clean(10), "it comes back, ten slots to look at"
+    with proof.checks._screen.changes([5 * 4]):
+        pass
+    assert proof.is_clean(10), "a slot of its second block was written anew: from there on, six slots"
+
+
+def test_a_holder_that_loses_a_block_after_the_proof_is_seen() -> None:
+    for lost in range(1, 7):
+        proof = Proof()
+        held = torch.zeros((3, 8), dtype=torch.bool)
+        held[1, 1:4] = held[2, 4:7] = True
+        proof.held, proof.held_rows = held, torch.tensor([1, 2])
+        assert proof.is_clean(10)
+        proof.enter(10, 11)
+        assert proof.is_clean(11)
+        held[1 if lost < 4 else 2, lost] = False
+        assert not proof.is_clean(11)
+
+
 # Whole blocks
+
+
+def of_one_part(size: int) -> tuple[TunedChecks, ViolationRing, torch.Tensor]:
+    """The checks of a part of eight blocks, of which the first two are written and known as a whole."""
+    view = torch.randint(0, 99, (8, size, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
+    records = Records(8, size, torch.device("cpu"), [view])
+    ring = ViolationRing(64, records.device)
+    checks = TunedChecks(records, ring, 0, lambda *_: None)
+    slots = torch.arange(2 * size)
+    rows = Rows(
+        step=1,
+        owners=torch.tensor([1], dtype=torch.int32),
+        seeds=torch.tensor([7]),
+        prefix_lens=torch.tensor([0]),
+        block_table=torch.tensor([[0, 1]]),
+        held=None,
+        held_rows=torch.tensor([-1]),
+        references=torch.zeros(8, dtype=torch.int32),
+        first_holders=torch.full((8,), -1, dtype=torch.int32),
+    )
+    writes = Writes(
+        rows=torch.zeros_like(slots),
+        offsets=torch.tensor([0, 2 * size]),
+        tokens=slots,
+        positions=slots,
+        slots=slots,
+        known=None,
+    )
+    checks.record_content(checks.enter(rows, writes, None, None, False))
+    checks.patrol(0, 8, 0, 1)
+    assert ring.drain() == ([], 0)
+    assert (records.block_prints[:2] != 0).all()
+    return checks, ring, view
+
+
+def test_other_records_in_the_place_of_a_known_block_s_are_compared_with_its_bytes() -> None:
+    checks, ring, _ = of_one_part(4)
+    records = checks.records
+    records.put_into(torch.tensor([1]), records.taken_from(torch.tensor([0])))
+    checks.patrol(0, 8, 0, 2)
+    assert sorted(entry[Field.SLOT] for entry in ring.drain()[0]) == [4, 5, 6, 7]
+
+
+def test_what_another_process_has_written_is_compared_with_a_known_block_s_bytes() -> None:
+    checks, ring, _ = of_one_part(4)
+    records = checks.records
+    enter_foreign(records, torch.tensor([1]), torch.arange(4), seed=7, owner=2, step=1)
+    records.fingerprints[:, 4:8] = records.fingerprints[:, 0:4].clone()
+    checks.patrol(0, 8, 0, 2)
+    assert sorted(entry[Field.SLOT] for entry in ring.drain()[0]) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("layout", ["token_major", "k_transposed"])
+def test_blocks_of_unknown_contents_do_not_count_as_compared(layout: str) -> None:
+    counts = []
+    for implementation in (Checks, TunedChecks):
+        with checks_by(implementation):
+            toy = ToyEngine(layout, settings={"content": "full"})
+        toy.start("a", range(10, 19))
+        toy.decode("a")
+        toy.canary.arriving(toy.requests["a"].tables[0][:1])
+        toy.decode("a", steps=3)
+        counts.append([of_pass.slots.get("content") for _, _, of_pass, _ in toy.sink.passes])
+    assert counts[0] == counts[1]
 
 
 def addresses(view: torch.Tensor, base: int) -> list[int]:

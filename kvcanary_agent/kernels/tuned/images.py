@@ -67,9 +67,9 @@ class BlockPrints:
             return
         self._images = images
         for index, image in enumerate(images):
+            # What was known of another image under this number looks like a change, and is compared slot by slot.
             for part in image.parts:
                 self._image_of_part[part] = index
-        self._records.block_prints.zero_()
 
     def remember(self, blocks: torch.Tensor, part: int | None = None) -> None:
         """All slots of these blocks, ``[n]`` int64, hold what the records say: in all parts, or in one."""
