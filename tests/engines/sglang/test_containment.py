@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang.harness import Engine, Session
-from tests.engines.sglang.test_faults import injecting
+from tests.engines.sglang.harness import Engine, Session, injecting
 from tests.otlp_receiver import OtlpReceiver
 
 ASKED = [3 + 7 * at % 400 for at in range(150)]
