@@ -57,7 +57,7 @@ class Rows2D:
         stride, width: Elements from row to row, and in a row.
     """
 
-    __slots__ = ("_item", "_octets", "numbers", "stride", "width")
+    __slots__ = ("_item", "_octets", "_tensor", "numbers", "stride", "width")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """
@@ -67,6 +67,8 @@ class Rows2D:
         rows, self.width = tensor.shape
         if self.width > 1 and tensor.stride(1) != 1:
             raise ValueError(f"columns lie {tensor.stride(1)} elements apart, wanted 1")
+        # The views do not keep the memory.
+        self._tensor = tensor
         self.stride, self._item = tensor.stride(0), tensor.element_size()
         count = (rows - 1) * self.stride + self.width if rows and self.width else 0
         self.numbers = _numbers_at(tensor.data_ptr(), count * self._item, _FORMATS[tensor.dtype])
@@ -84,7 +86,7 @@ class Rows2D:
 
 
 def rows_of(tensor: torch.Tensor) -> Rows2D:
-    """A tensor of engine's integers as `Rows2D`, copied if need be."""
+    """A tensor of an engine's integers as `Rows2D`, copied if need be."""
     if tensor.dtype not in _FORMATS:
         tensor = tensor.to(torch.int64)
     return Rows2D(tensor if tensor.shape[1] < 2 or tensor.stride(1) == 1 else tensor.contiguous())
