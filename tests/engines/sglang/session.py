@@ -76,7 +76,9 @@ def _abort(engine: Any, command: dict[str, Any]) -> list[list[int]]:
 
 
 def _flush(engine: Any, command: dict[str, Any]) -> bool:
-    return bool(engine.flush_cache().success)
+    # When a request has been answered, the scheduler may not be done with it yet.
+    flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60.0))
+    return bool(flushed.success)
 
 
 def _update_weights(engine: Any, command: dict[str, Any]) -> bool:
