@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Python looks for the last two in every process.
+_PYTHONS_OWN = sys.stdlib_module_names | {"sitecustomize", "usercustomize"}
+
 _installing = allocate_lock()
 _finder: "TargetFinder | None" = None
+_adapters: "dict[str, list[object]]" = {}
 
 
 def install() -> None:
@@ -38,7 +42,7 @@ def install() -> None:
 
 
 def _install() -> None:
-    global _finder
+    global _finder, _adapters
     import os
 
     adapters: dict[str, list[object]] = {}
@@ -53,19 +57,40 @@ def _install() -> None:
     with _installing:
         if _finder is not None and _finder in sys.meta_path:
             return
-        _finder = TargetFinder(adapters, on_import)
+        _finder, _adapters = TargetFinder(adapters, on_import), adapters
         sys.meta_path.insert(0, _finder)
     if os.environ.get("KVCANARY_ADAPTERS", "").strip():
         from kvcanary_agent.activation.adapter_loading import chosen_adapters
 
         chosen = chosen_adapters(chosen, os.environ)
+    elif "torch" in sys.modules:
+        # An engine may have been imported already.
+        for name, wanted in entry_point_adapters().items():
+            chosen.setdefault(name, []).extend(wanted)
+    else:
+        _finder.before_installed_packages(lambda: _extend(adapters, entry_point_adapters()))
+    add_adapters(chosen)
+    loading = sys.modules.get("kvcanary_agent.activation.adapter_loading")
+    if loading is not None:
+        add_adapters(loading.registered())
+
+
+def add_adapters(chosen: "dict[str, list[object]]") -> None:
+    """Use more adapters, if the agent is on: for each module the objects or names that adapter_loading attaches."""
+    if _finder is None or _finder not in sys.meta_path:
+        return
     # What another thread imports meanwhile is found by the hook, or by the loop, or by both.
-    adapters.update(chosen)
+    _extend(_adapters, chosen)
     for name in chosen:
         if name in sys.modules:
             from kvcanary_agent.activation.adapter_loading import attach_imported
 
             attach_imported(name, chosen[name])
+
+
+def _extend(adapters: "dict[str, list[object]]", more: "dict[str, list[object]]") -> None:
+    for name, wanted in more.items():
+        adapters[name] = [*adapters.get(name, ()), *wanted]
 
 
 def uninstall() -> None:
@@ -105,11 +130,21 @@ class TargetFinder:
         self._targets = targets
         self._on_import = on_import
         self._watch: Any = None
+        self._add_more: Callable[[], None] | None = None
+
+    def before_installed_packages(self, add_more: "Callable[[], None]") -> None:
+        """Have `add_more` extend the targets before the first module is imported that does not belong to Python.
+
+        A process that never imports one does not pay for the search.
+        """
+        self._add_more = add_more
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         """The meta path protocol: None for a module that is no target, or that no other finder finds."""
+        if self._add_more is not None and name.partition(".")[0] not in _PYTHONS_OWN:
+            self._ask_for_more()
         if name not in self._targets:
             return None
         spec = self._find_behind(name, path, target)
@@ -122,6 +157,14 @@ class TargetFinder:
             except Exception as error:
                 complain(f"{name} is not watched: {type(error).__name__}: {error}")
         return spec
+
+    def _ask_for_more(self) -> None:
+        add_more, self._add_more = self._add_more, None
+        try:
+            if add_more is not None:
+                add_more()
+        except Exception as error:
+            complain(f"entry points of adapters are not read: {type(error).__name__}: {error}")
 
     def _find_behind(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
         """Ask the finders after this one, or all of them if it was taken off the list; those before it were asked."""
@@ -144,6 +187,12 @@ def builtin_targets() -> "dict[str, str]":
     """Each target module, and the adapter module that patches it: the table in ``adapters/targets.py``."""
     targets: dict[str, str] = execute("adapters/targets.py").BUILTIN
     return targets
+
+
+def entry_point_adapters() -> "dict[str, list[object]]":
+    """Each target module, and the adapters that installed packages have for it: see activation/entry_points.py."""
+    adapters: dict[str, list[object]] = execute("activation/entry_points.py").adapters(sys.path)
+    return adapters
 
 
 def execute(file: str) -> "Any":
