@@ -156,7 +156,7 @@ def _adapters(text: str) -> tuple[str, ...]:
 
 
 def _check_adapter(entry: str) -> None:
-    if entry.endswith(".py"):
+    if entry.endswith((".py", ".toml")):
         if not entry.startswith(("/", "./", "../")):
             raise SettingsError(f"the file {entry} must be given as an absolute path or start with ./")
         return
@@ -170,7 +170,7 @@ def _check_adapter(entry: str) -> None:
     if entry not in builtin:
         raise SettingsError(
             f"{entry} is not an adapter; accepted are {', '.join(builtin)}, a file (/path/to/adapter.py, "
-            "./adapter.py), or package.module:attribute"
+            "./adapter.py, ./engine.toml), or package.module:attribute"
         )
 
 

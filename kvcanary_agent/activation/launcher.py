@@ -89,7 +89,9 @@ def instrumented(environ: "Mapping[str, str]", adapters: "Sequence[str]" = ()) -
         for entry in adapters:
             if entry.endswith(".py"):
                 _check_adapter(entry)
-        absolute = (os.path.abspath(entry) if entry.endswith(".py") else entry for entry in adapters)
+            elif entry.endswith(".toml"):
+                _check_table(entry)
+        absolute = (os.path.abspath(entry) if entry.endswith((".py", ".toml")) else entry for entry in adapters)
         changed["KVCANARY_ADAPTERS"] = ",".join(absolute)
     for name in _FOLDERS:
         if environ.get(name, "").strip():
@@ -109,6 +111,20 @@ def _check_adapter(file: str) -> None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         words = error.msg if isinstance(error, SyntaxError) else str(error)
         raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}, which is no Python{line}: {words}", 2) from None
+
+
+def _check_table(file: str) -> None:
+    from kvcanary_agent.adapters.declared.declaration import DeclarationError
+    from kvcanary_agent.adapters.declared.toml_file import read
+
+    try:
+        read(file)
+    except FileNotFoundError:
+        raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}, but there is no such file", 2) from None
+    except OSError as error:
+        raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}, which cannot be read: {error.strerror}", 2) from None
+    except DeclarationError as error:
+        raise LaunchError(f"KVCANARY_ADAPTERS names {file!r}: {error}", 2) from None
 
 
 def _folder(name: str, path: str) -> str:

@@ -181,6 +181,7 @@ def test_not_even_when_python_itself_searches_it_first(stand_in: Processes, name
 HOSTILE = [
     "trap",
     "trap.py",
+    "trap.toml",
     "trap:adapter",
     "../trap.py",
     "%s",

@@ -65,6 +65,7 @@ def test_an_empty_variable_is_an_unset_one() -> None:
         ("KVCANARY_SWEEP_SLOTS_PER_STEP", "-1", "a whole number from 0"),
         ("KVCANARY_ADAPTERS", "vlm", "vlm is not an adapter; accepted are "),
         ("KVCANARY_ADAPTERS", "vllm,mine.py", "mine.py must be given as an absolute path or start with ./"),
+        ("KVCANARY_ADAPTERS", "engine.toml", "engine.toml must be given as an absolute path or start with ./"),
         ("KVCANARY_ADAPTERS", ":attribute", "not of the form package.module:attribute"),
         ("KVCANARY_ADAPTERS", "os.path:", "not of the form package.module:attribute"),
         ("KVCANARY_REVEAL_TOKENS", "2", "accepted are"),
