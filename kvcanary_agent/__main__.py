@@ -60,6 +60,12 @@ def _dashboards(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def _inspect(arguments: list[str]) -> int:
+    from kvcanary_agent.inspecting import command
+
+    return command.main(arguments)
+
+
 # Each imports what it needs when it is chosen, and this file nothing: `run` must not wait, not even for the search that
 # an import is.
 COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
@@ -68,6 +74,7 @@ COMMANDS: "dict[str, tuple[Callable[[list[str]], int], str]]" = {
     "disable": (_disable, "take that back"),
     "demo": (_demo, "see the agent catch a corrupted KV cache"),
     "doctor": (_doctor, "say what the agent covers here, and what not"),
+    "inspect": (_inspect, "propose the table that declares a pool of your own"),
     "report": (_report, "show an incident file"),
     "dashboards": (_dashboards, "print alert rules for Prometheus, or a dashboard for Grafana"),
     "faults": (_faults, "run fault cases on an embedded pool"),

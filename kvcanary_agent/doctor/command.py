@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary_agent import __version__
-from kvcanary_agent.doctor.environment import doors, engines, exporters, setting_problems
+from kvcanary_agent.doctor.environment import doors, engines, exporters, own_adapters, setting_problems
 from kvcanary_agent.doctor.processes import covered, run_with_status, statuses
 from kvcanary_agent.screen import Screen
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         "settings": setting_problems(os.environ),
     }
     if command is None and arguments.status is None:
-        found = engines()
+        found = [*engines(), *own_adapters(os.environ)]
         report["engines"] = [{**asdict(engine), "covered": engine.covered} for engine in found]
         healthy = all(engine.covered for engine in found)
     else:

@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from kvcanary_agent import builtin_targets
+from kvcanary_agent import builtin_targets, entry_point_adapters
 from kvcanary_agent.activation import site_door
 from kvcanary_agent.activation.launcher import LaunchError, instrumented
 from kvcanary_agent.settings import Settings
@@ -23,13 +23,22 @@ _ENTRY_POINTS = ("opentelemetry_instrumentor", "vllm.general_plugins", "sglang.s
 _SIGNALS = ("traces", "metrics", "logs")
 _OTLP_MODULES = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 
+_NONE_HERE = "none of the modules that the adapter patches is here: another version of the engine"
+
 # Run in a process of its own: it imports the engine, as its server would.
 _PROBE = """
 import importlib, json, os, sys
 import kvcanary_agent
 kvcanary_agent.install()
-errors = {}
-for target in sys.argv[1:]:
+errors, targets = {}, sys.argv[1:]
+own = os.environ.get("KVCANARY_ADAPTERS", "")
+if own:
+    from kvcanary_agent.activation.adapter_loading import load
+    try:
+        targets = [target for adapter in load(own) for target in adapter.targets]
+    except BaseException as error:
+        errors[own] = f"{type(error).__name__}: {error}"[:300]
+for target in targets:
     try:
         importlib.import_module(target)
     except BaseException as error:
@@ -40,7 +49,7 @@ if tallies is not None:
     tallies = tallies().tallies
     patches = {name: outcome for (_, name), outcome in tallies.patches.items()}
     missing = {subject: reason for (_, _, subject), (covered, reason) in tallies.coverage.items() if not covered}
-os.write(int(os.environ["KVCANARY_DOCTOR_PIPE"]), json.dumps([errors, patches, missing]).encode())
+os.write(int(os.environ["KVCANARY_DOCTOR_PIPE"]), json.dumps([targets, errors, patches, missing]).encode())
 os._exit(0)
 """
 
@@ -81,9 +90,33 @@ def engines() -> list[EngineReport]:
         if folder is None:
             continue
         present = {target: _has_module(folder, target) for target in targets}
-        patches, problems = _probe([target for target in targets if present[target]])
+        here = [target for target in targets if present[target]]
+        _, patches, problems = _probe(here) if here else ([], {}, [_NONE_HERE])
         reports.append(
             EngineReport(name=package, version=_version(package), targets=present, patches=patches, problems=problems)
+        )
+    return reports
+
+
+def own_adapters(environ: Mapping[str, str]) -> list[EngineReport]:
+    """The adapters that a user has added, by ``KVCANARY_ADAPTERS`` or entry points: each loaded, and what it waits for
+    imported, in a process of its own."""
+    settings, _ = Settings.tolerant({"KVCANARY_ADAPTERS": environ.get("KVCANARY_ADAPTERS", "")})
+    entries = [entry for entry in settings.adapters if ":" in entry or entry.endswith((".py", ".toml"))]
+    if not settings.adapters:
+        entries = sorted({str(entry) for found in entry_point_adapters().values() for entry in found})
+    reports = []
+    for entry in entries:
+        targets, patches, problems = _probe([], entry)
+        failed = [target for target in targets if any(problem.startswith(f"{target} ") for problem in problems)]
+        reports.append(
+            EngineReport(
+                name=entry,
+                version="(own adapter)",
+                targets={target: target not in failed for target in targets},
+                patches=patches,
+                problems=problems,
+            )
         )
     return reports
 
@@ -105,13 +138,13 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _probe(targets: list[str]) -> tuple[dict[str, str], list[str]]:
-    if not targets:
-        return {}, ["none of the modules that the adapter patches is here: another version of the engine"]
+def _probe(targets: list[str], own: str = "") -> tuple[list[str], dict[str, str], list[str]]:
+    """Import `targets`, or those of the user's `own` adapter: which those are, the outcome for each class, problems."""
     read, write = os.pipe()
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("KVCANARY_", "OTEL_"))},
         "KVCANARY_DOCTOR_PIPE": str(write),
+        **({"KVCANARY_ADAPTERS": own} if own else {}),
         "PYTHONPATH": os.pathsep.join([_root(), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     try:
@@ -130,17 +163,18 @@ def _probe(targets: list[str]) -> tuple[dict[str, str], list[str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
-                return {}, [f"its import did not end within {PROBE_TIMEOUT_S:.0f} s"]
+                return targets, {}, [f"its import did not end within {PROBE_TIMEOUT_S:.0f} s"]
             answer = pipe.read()
     except OSError as error:
-        return {}, [f"it could not be imported in another process: {error}"]
+        return targets, {}, [f"it could not be imported in another process: {error}"]
     if not answer:
         last = (said.decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
-        return {}, [f"its import ended the process (status {process.returncode}): {last}"]
-    errors, patches, missing = json.loads(answer)
-    problems = [f"{target} cannot be imported: {error}" for target, error in errors.items()]
+        return targets, {}, [f"its import ended the process (status {process.returncode}): {last}"]
+    targets, errors, patches, missing = json.loads(answer)
+    problems = [f"{target} cannot be imported: {error}" for target, error in errors.items() if target != own]
+    problems += [f"it cannot be loaded: {error}" for target, error in errors.items() if target == own]
     problems += [f"{subject}: {reason}" for subject, reason in missing.items()]
-    return patches, problems
+    return targets, patches, problems
 
 
 def _root() -> str:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
@@ -144,3 +146,25 @@ def test_a_running_server_tells_through_its_status_files(tmp_path: Path) -> None
 def test_wrong_usage_is_an_error() -> None:
     assert doctor("--").returncode == 2
     assert doctor("--status", "x", "--", "true").returncode == 2
+
+
+@pytest.mark.parametrize(("change", "healthy"), [("", True), ("Model.forwards", False)])
+def test_an_adapter_of_the_users_own_is_listed_with_what_it_finds(tmp_path: Path, change: str, healthy: bool) -> None:
+    stand_ins = ROOT / "tests" / "adapters" / "stand_ins"
+    table = tmp_path / "mine.toml"
+    table.write_text((stand_ins / "layered.toml").read_text().replace("Model.forward", change or "Model.forward"))
+    result = doctor("--json", PYTHONPATH=f"{ROOT}{os.pathsep}{stand_ins}", KVCANARY_ADAPTERS=str(table))
+    (own,) = [engine for engine in report(result)["engines"] if engine["name"] == str(table)]
+    assert own["covered"] == healthy
+    assert own["targets"] == {"layered": True}
+    assert healthy or any("Model.forwards, but there is no such method" in problem for problem in own["problems"])
+
+
+def test_an_adapter_that_cannot_be_loaded_is_listed_with_the_reason(tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
+    table.write_text("engine = 3\n")
+    result = doctor("--json", KVCANARY_ADAPTERS=str(table))
+    assert result.returncode == 1
+    (own,) = [engine for engine in report(result)["engines"] if engine["name"] == str(table)]
+    (problem,) = own["problems"]
+    assert problem.startswith("it cannot be loaded: DeclarationError: engine = 3; it is the name of the engine")
