@@ -97,7 +97,8 @@ def test_an_entry_point_is_found_by_an_agent_that_is_installed_after_the_engine(
 def test_no_entry_point_of_the_working_directory_is_read(engine: StandIns) -> None:
     engine.processes.write("my_adapters.py", "print('imported')\n")
     entry_point(engine, ".")
-    assert serve(engine) == ""
+    program = f"import sys; sys.path.append({str(engine.folder)!r}); import my_engine; my_engine.serve()"
+    assert serve(engine, program) == ""
 
 
 def test_a_process_that_imports_nothing_but_python_reads_no_entry_points(engine: StandIns) -> None:
