@@ -252,6 +252,8 @@ class Canary:
         records, at = self._records[group], self._at(blocks)
         records.generation.view(-1, records.block_size).index_fill_(0, at, UNKNOWN)
         records.forget_block_prints(at)
+        # Nor does anybody know which token is there, so no write can be seen to be lost by it.
+        records.step.view(-1, records.block_size).index_fill_(0, at, UNKNOWN)
         records.has_unknown = True
 
     def adopted(

@@ -148,9 +148,12 @@ class Records:
         return BlockRecords(table=table, valid=valid, fingerprints=self.fingerprints_by_block[:, blocks])
 
     def put_into(self, blocks: torch.Tensor, records: BlockRecords) -> None:
-        """Replace what is on record of ``[n]`` int64 blocks; what was not valid where it was taken is not here."""
+        """Replace what is on record of ``[n]`` int64 blocks; what was not valid, or not known, where it was taken is
+        not here."""
         table = records.table.clone()
-        generation = torch.where(records.valid, self.block_generation[blocks][:, None], 0)
+        before = table.view(torch.int32)[..., 2 * Column.PLACE + 1]
+        invalid = torch.where(before == UNKNOWN, UNKNOWN, 0)
+        generation = torch.where(records.valid, self.block_generation[blocks][:, None], invalid)
         table.view(torch.int32)[..., 2 * Column.PLACE + 1] = generation
         by_block = self.table.view(self.num_blocks, self.block_size, -1)
         # Which write of this step claims a slot is a matter of the slot, not of what was there.

@@ -162,6 +162,32 @@ def test_blocks_into_which_something_is_being_copied_are_not_judged_until_they_a
     assert consumer.sink.violations == []
 
 
+@pytest.mark.parametrize("arriving", [True, False])
+def test_a_write_over_what_nobody_knows_is_not_lost_because_the_bytes_stay(arriving: bool) -> None:
+    toy = ToyEngine()
+    request = toy.start("a", PROMPT)
+    if arriving:
+        toy.canary.arriving(request.tables[0])
+    request.tokens[4:] = [50, 51, 52, 53]
+
+    toy.step(Row(request="a", start=4, count=4, drop=range(4, 8)))
+
+    assert set(toy.sink.kinds()) == (set() if arriving else {Kind.LOST_WRITE})
+
+
+def test_copies_of_what_nobody_knows_are_not_judged_either() -> None:
+    consumer, to = consuming("token_major")
+    consumer.canary.arriving(to)
+    consumer.request("c", [*PROMPT, 98])
+    copies = consumer.allocate("c", BLOCKS + 1)[:BLOCKS]
+
+    consumer.canary.copied(to, copies)
+    consumer.requests["c"].computed = len(PROMPT)
+    consumer.decode("c", steps=3)
+
+    assert consumer.sink.violations == []
+
+
 def test_blocks_that_are_not_written_in_full_have_no_digests() -> None:
     toy = ToyEngine()
     blocks = toy.start("a", range(10, 17)).tables[0]
