@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary_agent.adapters.sglang.histories import Histories
-from kvcanary_agent.adapters.sglang.steps import pages_of
+from kvcanary_agent.adapters.histories import Histories
+from kvcanary_agent.adapters.token_tables import pages_of
 from kvcanary_agent.canary import KVGroup, KVPart
 
 
@@ -66,6 +66,10 @@ class Request:
         self.origin_input_ids, self.output_ids = array("q", prompt), array("q")
 
 
+def tokens_of(request: Request) -> tuple[array[int], array[int]]:
+    return request.origin_input_ids, request.output_ids
+
+
 def known(histories: Histories, *requests: Any) -> list[list[int]]:
     found = histories.known_tokens(requests)
     assert found is not None
@@ -73,7 +77,7 @@ def known(histories: Histories, *requests: Any) -> list[list[int]]:
 
 
 def test_histories_grow_with_their_requests() -> None:
-    histories = Histories(torch.device("cpu"), UNLIMITED)
+    histories = Histories(torch.device("cpu"), UNLIMITED, tokens_of)
     one, other = Request([1, 2, 3]), Request(list(range(10, 700)))
 
     assert known(histories, one, other) == [[1, 2, 3], list(range(10, 700))]
@@ -83,7 +87,7 @@ def test_histories_grow_with_their_requests() -> None:
 
 
 def test_rows_of_requests_that_are_gone_are_used_again_and_start_empty() -> None:
-    histories = Histories(torch.device("cpu"), UNLIMITED)
+    histories = Histories(torch.device("cpu"), UNLIMITED, tokens_of)
     before = histories.num_bytes
 
     for number in range(200):
@@ -94,7 +98,7 @@ def test_rows_of_requests_that_are_gone_are_used_again_and_start_empty() -> None
 
 def test_the_table_stays_within_its_bound_and_what_does_not_fit_is_unknown() -> None:
     bound = 64 << 10
-    histories = Histories(torch.device("cpu"), bound)
+    histories = Histories(torch.device("cpu"), bound, tokens_of)
     long = Request(list(range(1, 5001)))
 
     (tokens,) = known(histories, long)
@@ -110,7 +114,7 @@ def test_the_table_stays_within_its_bound_and_what_does_not_fit_is_unknown() -> 
 
 
 def test_more_requests_than_rows_keep_theirs() -> None:
-    histories = Histories(torch.device("cpu"), UNLIMITED)
+    histories = Histories(torch.device("cpu"), UNLIMITED, tokens_of)
     requests = [Request([number, number]) for number in range(50)]
 
     assert known(histories, *requests) == [[number, number] for number in range(50)]

@@ -1,9 +1,8 @@
 """SGLang: the scheduler's process, which holds the model runner, its pool, the allocators and the requests.
 
 `model_runner` patches the runner and the scheduler, `steps` says what its batches mean, `pool` describes its pool,
-`histories` keeps the requests' tokens, `allocator` follows what is handed out and taken back, `host_tier` what is
-copied to host memory and back, `events` keeps both until the next step, `prefix_cache` lists what the radix tree holds,
-and `containment` takes corrupt pages out of it.
+`allocator` follows what is handed out and taken back, `host_tier` what is copied to host memory and back,
+`prefix_cache` lists what the radix tree holds, and `containment` takes corrupt pages out of it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary_agent import runtime
-from kvcanary_agent.adapters.sglang.events import Events
+from kvcanary_agent.adapters.events import Events
 
 _KNOWN = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
 

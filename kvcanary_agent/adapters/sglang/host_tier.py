@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcanary_agent import runtime
-from kvcanary_agent.adapters.sglang.events import Events
+from kvcanary_agent.adapters.events import Events
 from kvcanary_agent.canary.canary import Canary
 from kvcanary_agent.kernels.transit import to_device
 

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 
 from kvcanary_agent import runtime
+from kvcanary_agent.adapters.events import Events
+from kvcanary_agent.adapters.histories import Histories
 from kvcanary_agent.adapters.sglang.allocator import follow
 from kvcanary_agent.adapters.sglang.containment import Containment, containment_of, patch_scheduler_turns
-from kvcanary_agent.adapters.sglang.events import Events
-from kvcanary_agent.adapters.sglang.histories import Histories
 from kvcanary_agent.adapters.sglang.host_tier import Arrivals, follow_copies, why_not_followed
 from kvcanary_agent.adapters.sglang.pool import NotCovered, Pool, describe_pool
 from kvcanary_agent.adapters.sglang.prefix_cache import can_be_walked, walk
@@ -55,7 +55,11 @@ class WatchedRunner:
         self.arrivals = Arrivals()
         follow(allocators, self.events)
         with torch.inference_mode(False):
-            self._histories = Histories(canary.layout.device, canary.layout.num_bytes // _POOL_BYTES_PER_HISTORY_BYTE)
+            self._histories = Histories(
+                canary.layout.device,
+                canary.layout.num_bytes // _POOL_BYTES_PER_HISTORY_BYTE,
+                lambda request: (request.origin_input_ids, request.output_ids),
+            )
         self._audited = 0
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
 

@@ -10,8 +10,8 @@ import torch
 
 import kvcanary_agent
 from kvcanary_agent import runtime
+from kvcanary_agent.adapters.events import Events
 from kvcanary_agent.adapters.sglang.allocator import follow, patch_paged_allocator, patch_token_allocator
-from kvcanary_agent.adapters.sglang.events import Events
 from kvcanary_agent.adapters.sglang.host_tier import HostTier
 from kvcanary_agent.canary import Canary, KVGroup, KVLayout, KVPart
 from kvcanary_agent.settings import Settings

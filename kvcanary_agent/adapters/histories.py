@@ -1,15 +1,17 @@
-"""The tokens that requests consist of, as the scheduler knows them, on the pool's device."""
+"""The tokens that requests consist of, as an engine's scheduler keeps them in lists, on the pool's device."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from kvcanary_agent.canary.step import KnownTokens
 from kvcanary_agent.kernels.transit import lists_to_device
+
+_TokensOf = Callable[[Any], tuple[Sequence[int], Sequence[int]]]
 
 _FIRST_ROWS = 16
 _FIRST_WIDTH = 256
@@ -18,18 +20,20 @@ _FIRST_WIDTH = 256
 class Histories:
     """One row of tokens for each request that was in a batch and is still alive; each step adds only what is new.
 
-    Under overlap scheduling the scheduler learns of a token a step late: until then it is unknown.
+    Where steps overlap, the scheduler learns of a token a step late: until then it is unknown.
     """
 
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
+    def __init__(self, device: torch.device, max_bytes: int, tokens_of: _TokensOf) -> None:
         """Start with none.
 
         Args:
             device: The pool's.
+            tokens_of: A request's prompt and what it has generated since.
             max_bytes: How large the table of tokens may grow. Positions beyond what fits stay unknown, and nothing is
                 known of a step of more requests than fit.
         """
         self._device = device
+        self._tokens_of = tokens_of
         self._max_bytes = max_bytes
         self._tokens = torch.full((_FIRST_ROWS, _FIRST_WIDTH), -1, dtype=torch.int32, device=device)
         self._rows: dict[int, _Row] = {}
@@ -44,13 +48,13 @@ class Histories:
         rows = [row for request in requests if (row := self._row_of(request)) is not None]
         if len(rows) < len(requests):
             return None
-        self._widen(max((len(request.origin_input_ids) + len(request.output_ids) for request in requests), default=0))
+        parts = [self._tokens_of(request) for request in requests]
+        self._widen(max((len(prompt) + len(output) for prompt, output in parts), default=0))
         width = self._tokens.shape[1]
         at_rows: list[int] = []
         at_columns: list[int] = []
         new: list[int] = []
-        for request, row in zip(requests, rows, strict=True):
-            prompt, output = request.origin_input_ids, request.output_ids
+        for (prompt, output), row in zip(parts, rows, strict=True):
             length, known = min(len(prompt) + len(output), width), row.length
             if length > known:
                 added = [*prompt[known:length], *output[max(known - len(prompt), 0) : max(length - len(prompt), 0)]]
