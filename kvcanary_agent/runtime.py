@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvcanary_agent.activation.patching import Around, owner_of, patch_method, unwrap_method
 from kvcanary_agent.canary import AllocatorCanary, AllocatorLayout, Canary, ForwardStep, KVCanaryError, KVLayout, Sink
 from kvcanary_agent.canary.condemned import Condemned
-from kvcanary_agent.settings import Settings
+from kvcanary_agent.canary.tensor_cache import TensorCaches
+from kvcanary_agent.settings import Drill, Settings
 
 if TYPE_CHECKING:
     from kvcanary_agent.canary.violation import Neighbourhood
@@ -38,6 +39,7 @@ __all__ = [
     "on_shut_down",
     "open_allocator",
     "open_canary",
+    "open_tensor_caches",
     "patch_class",
     "recorded_forward",
     "shut_down",
@@ -257,6 +259,35 @@ def open_allocator(layout: AllocatorLayout) -> AllocatorCanary | None:
     return canary
 
 
+def open_tensor_caches(engine: str, engine_version: str, pool: str) -> TensorCaches | None:
+    """Start to watch the caches that an engine makes for each call, all of them under one name.
+
+    Returns:
+        What opens each, or None if it could not be set up; then that has been reported and the engine goes on without.
+    """
+    try:
+        sink = telemetry().open_pool(engine=engine, engine_version=engine_version, pool=pool, rank=0, world_size=1)
+        caches = _new_tensor_caches(pool, sink)
+    except Exception as error:
+        not_covered(engine, f"pool {pool}", _described(error))
+        return None
+    covered(engine, f"pool {pool}")
+    with contextlib.suppress(Exception):  # a log handler that raises, a closed standard error
+        line = f"kvcanary: watching pool {pool} of {engine} {engine_version}".rstrip()
+        _say(logging.INFO, f"{line}: every cache as it comes, mode {settings().mode}, content {settings().content}")
+    return caches
+
+
+def _new_tensor_caches(pool: str, sink: Sink) -> TensorCaches:
+    drill = settings().drill
+    if drill is None:
+        return TensorCaches(pool, settings(), sink)
+    from kvcanary_agent.faults.drills import DrillingTensorCaches
+
+    _announce_drill(drill, pool)
+    return DrillingTensorCaches(pool, settings(), sink, drill)
+
+
 Layout = TypeVar("Layout", KVLayout, AllocatorLayout)
 
 
@@ -343,12 +374,16 @@ def _new_canary(layout: KVLayout, sink: Sink) -> Canary:
         return Canary(layout, settings(), sink)
     from kvcanary_agent.faults.drills import DrillingCanary
 
+    _announce_drill(drill, layout.pool)
+    return DrillingCanary(layout, settings(), sink, drill)
+
+
+def _announce_drill(drill: Drill, pool: str) -> None:
     _say(
         logging.WARNING,
         f"kvcanary: DRILL: KVCANARY_DRILL asks for a {drill.kind} fault from step {drill.step} on in pool "
-        f"{layout.pool}; it damages what is served",
+        f"{pool}; it damages what is served",
     )
-    return DrillingCanary(layout, settings(), sink, drill)
 
 
 def covered(engine: str, subject: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
@@ -12,6 +10,7 @@ from kvcanary_agent.kernels.plan import Fault
 from kvcanary_agent.kernels.ring import Field
 
 from .block_log import BlockLog
+from .keyed_hashes import KeyedHashes
 from .layout import KVLayout
 from .ownership import Misuse, Ownership
 from .violation import BlockEvent, Kind, Sink, Violation
@@ -78,7 +77,7 @@ class Recent(OrderedDict[Hashable, None]):
         return new
 
 
-class Reporter:
+class Reporter(KeyedHashes):
     """Gives requests and namespaces the numbers that records hold, and turns faults back into words.
 
     A fault is handed to the sink once for each slot, part, reader and write: a slot that stays broken is not
@@ -93,14 +92,13 @@ class Reporter:
         sink: Sink,
         reveal_tokens: bool,
     ) -> None:
+        super().__init__(reveal_tokens)
         self.reports_ownership = layout.reports_ownership
         self._layout = layout
         self._ownership = ownership
         self._logs = logs
         self._looked_up: dict[tuple[int, int], tuple[BlockEvent, ...]] = {}
         self._sink = sink
-        self._reveal_tokens = reveal_tokens
-        self._token_key = secrets.token_bytes(16)
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._names: dict[int, str] = {}
         self._next_number = 1
@@ -263,19 +261,3 @@ class Reporter:
         if fault in _HASH_FAULTS:
             return self.show_hash(value)
         return str(value)
-
-    def show_hash(self, value: int) -> str:
-        """A chain, fingerprint or digest for a report: hashed with this process's key, as it follows from tokens."""
-        return f"hash:{self.keyed(value.to_bytes(8, 'little', signed=True))}"
-
-    def show_token(self, token: int) -> str:
-        """A token id for a report: hashed with this process's key, unless tokens are to be revealed."""
-        if token < 0:
-            return "none"
-        if self._reveal_tokens:
-            return str(token)
-        return f"hash:{self.keyed(token.to_bytes(8, 'little'))}"
-
-    def keyed(self, data: bytes) -> str:
-        """A short hash that only this process could have made."""
-        return hashlib.blake2b(data, digest_size=4, key=self._token_key).hexdigest()

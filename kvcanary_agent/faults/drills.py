@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from kvcanary_agent.canary import Canary, ForwardStep, KVLayout, Sink
+from kvcanary_agent.canary.tensor_cache import TensorCaches
 from kvcanary_agent.kernels.hashing import as_words
 from kvcanary_agent.settings import Drill, Settings
 
@@ -249,6 +250,31 @@ class DrillingCanary(Canary):
         listed = list(things)
         return self._random.sample(listed, len(listed))
 
+
+class DrillingTensorCaches(TensorCaches):
+    """Caches without a pool, in one of which one bit flips; no other kind of drill has anything to strike there."""
+
+    def __init__(self, pool: str, settings: Settings, sink: Sink, drill: Drill) -> None:
+        super().__init__(pool, settings, sink)
+        self._drill = drill
+        self._random = random.Random(drill.seed)
+        self._waiting = drill.kind == "content"
+
+    def strike(self, part: str, tensor: torch.Tensor, columns: int) -> None:
+        # Each part that a step reads is as likely to be struck, whatever comes first.
+        if not self._waiting or self.step < self._drill.step or self._random.random() > _CHANCE_OF_PART:
+            return
+        self._waiting = False
+        with torch.inference_mode():
+            words = as_words(tensor)
+            rows, heads, _, dim = words.shape
+            row, column = self._random.randrange(rows), self._random.randrange(columns)
+            index = (row, self._random.randrange(heads), column, self._random.randrange(dim))
+            words[index] ^= 1 << self._random.randrange(words.element_size() * 8 - 1)
+        self.sink.drill(self._drill.kind, self.step, f"one bit of {part} in row {row}, column {column}")
+
+
+_CHANCE_OF_PART = 1 / 8
 
 _INJECTIONS: dict[str, Callable[[DrillingCanary, ForwardStep], str | None]] = {
     "content": DrillingCanary._flip_bit,
