@@ -13,6 +13,11 @@ BUILTIN: dict[str, str] = {
     "vllm.v1.core.block_pool": "kvcanary_agent.adapters.vllm",
     "vllm.v1.core.kv_cache_manager": "kvcanary_agent.adapters.vllm",
     "vllm.v1.core.sched.scheduler": "kvcanary_agent.adapters.vllm",
+    "transformers.generation.continuous_batching.cache": "kvcanary_agent.adapters.transformers",
+    "transformers.generation.continuous_batching.offloading_manager": "kvcanary_agent.adapters.transformers",
+    "transformers.generation.continuous_batching.model_runner": "kvcanary_agent.adapters.transformers",
+    "transformers.cache_utils": "kvcanary_agent.adapters.transformers",
+    "transformers.generation.utils": "kvcanary_agent.adapters.transformers",
     "kvcanary_agent.demo.engine": "kvcanary_agent.adapters.demo",
 }
 """The module of each engine that has to be patched, and the adapter module whose ``patch(module)`` does it.
