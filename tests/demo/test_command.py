@@ -169,7 +169,6 @@ def test_an_agent_that_is_not_in_the_server_is_not_taken_for_one_that_finds_noth
 
 EARLY_FAULT = """\
 from kvcanary_agent.activation.patching import patch_method
-from kvcanary_agent.adapters import demo
 
 targets = ["kvcanary_agent.demo.engine"]
 struck = False
@@ -181,7 +180,6 @@ def around_step(call, engine, /):
     return call()
 
 def patch(module):
-    demo.patch(module)
     patch_method(module.Engine, "step", around_step)
 """
 
@@ -190,7 +188,7 @@ def test_a_violation_before_any_fault_is_a_failure(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter.py"
     adapter.write_text(EARLY_FAULT)
 
-    status, out, _ = outcome(KVCANARY_ADAPTERS=str(adapter))
+    status, out, _ = outcome(KVCANARY_ADAPTERS=f"demo,{adapter}")
 
     assert status == 1
     assert re.search(r"FAILED 40 requests, .*; no violation is expected, but \d+ were counted", joined(out))
