@@ -36,11 +36,22 @@ class LayerByLayer(ExampleConnector):  # type: ignore[misc]  # vLLM is not insta
 
 
 class Faulty(ExampleConnector):  # type: ignore[misc]  # as above
-    """Goes wrong for four of a batch's loads: the second, fourth, sixth and seventh."""
+    """Goes wrong for four of a round's prompts: the second, fourth, sixth and seventh, counted from 0.
+
+    The engine numbers requests as they come; ``prompts`` of the extra configuration says how many a round has. In which
+    step they are loaded does not matter: where the engine has a process of its own, they may arrive in several.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._late: list[Callable[[], None]] = []
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        requests = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in self._requests_need_load]
+        metadata = super().build_connector_meta(scheduler_output)
+        prompts = self._kv_transfer_config.get_from_extra_config("prompts", 0)
+        metadata.loaded_prompts = [int(request.partition("-")[0]) % prompts for request in requests]
+        return metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         def load(request: Any) -> None:
@@ -50,7 +61,8 @@ class Faulty(ExampleConnector):  # type: ignore[misc]  # as above
             self.bind_connector_metadata(metadata)
 
         faulty_cache = next(cache for name, cache in _caches(forward_context) if FAULTY_LAYER in name)
-        for number, request in enumerate(_loads(self), start=1):
+        loads = _loads(self)
+        for number, request in zip(self._get_connector_metadata().loaded_prompts, loads, strict=True):
             blocks = _blocks(self, request)
             if number == 2:  # other bytes
                 load(request)

@@ -21,7 +21,7 @@ LOADED = sum(LOADED_BLOCKS) * BLOCK * 2 * LAYERS
 # A single byte may have changed anywhere; the bytes of a whole block may be those of its next owner.
 CAUSES = {"stray_write", "transfer_incomplete", "block_reused_during_transfer"}
 EVERYTHING = {(f"layers.{layer}.", part) for layer in range(LAYERS) for part in "kv"}
-# What `connectors.Faulty` leaves wrong, by the number of the load; the number of the prompt is the same.
+# What `connectors.Faulty` leaves wrong, by the number of the prompt.
 DAMAGE = {2: {("layers.1.", "k")}, 4: {("layers.1.", "k"), ("layers.1.", "v")}, 6: EVERYTHING, 7: EVERYTHING}
 
 
@@ -34,7 +34,7 @@ def transferred(connector: str, storage: Path) -> dict[str, Any]:
             "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_connector_module_path": None if connector == "ExampleConnector" else "connectors",
-            "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+            "kv_connector_extra_config": {"shared_storage_path": str(storage), "prompts": len(PROMPTS)},
         },
     }
 
