@@ -74,6 +74,14 @@ class _Watching:
         self._caches: TensorCaches | None = None
         self._lock = threading.Lock()
 
+    def find(self, cache: Any) -> _Watched | None:
+        """The watch of a cache, if it has one and caches are watched; does not raise, though a cache have no hash."""
+        found = None
+        if self.part.on:
+            with self.part:
+                found = self.of_cache.get(cache)
+        return found
+
     def open(self, cache: Any) -> _Watched | None:
         """The watch of a cache, from now on."""
         watched = self.of_cache.get(cache)
@@ -298,8 +306,8 @@ def _around_select(call: Callable[..., Any], cache: Any, /, indices: Any, *args:
 @contextlib.contextmanager
 def _moving(cache: Any, of_rows: OfRows) -> Iterator[None]:
     """Within it, the cache's rows are moved as ``of_rows`` moves those of its records."""
-    watched = _watching.of_cache.get(cache)
-    if watched is None or not _watching.part.on:
+    watched = _watching.find(cache)
+    if watched is None:
         yield
         return
     with _watching.part:
@@ -313,8 +321,8 @@ def _moving(cache: Any, of_rows: OfRows) -> Iterator[None]:
 
 
 def _around_crop(call: Callable[..., Any], cache: Any, /, tokens_to_remove: int, *args: Any, **kwargs: Any) -> Any:
-    watched = _watching.of_cache.get(cache)
-    if watched is None or not _watching.part.on:
+    watched = _watching.find(cache)
+    if watched is None:
         return call(tokens_to_remove, *args, **kwargs)
     before = {}
     with _watching.part:
@@ -346,10 +354,11 @@ def _forget_strangers(watched: _Watched, cache: Any) -> None:
 
 def _around_reset(call: Callable[..., Any], cache: Any, /, *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
-    watched = _watching.of_cache.get(cache)
+    watched = _watching.find(cache)
     if watched is not None:
-        watched.cache.forget()
-        watched.length = 0
+        with _watching.part:
+            watched.cache.forget()
+            watched.length = 0
     return result
 
 
