@@ -252,7 +252,7 @@ def _drill(scheduler: Any, batch: Any, fault: dict[str, Any]) -> Done | None:
         return None
     (canary,) = runtime._open.values()
     armed: Any = canary
-    armed._drill, armed._waiting = Drill(kind=fault["drill"], step=0), True
+    armed._drill, armed._wait.over = Drill(kind=fault["drill"], step=0), False
     return {}
 
 
