@@ -21,8 +21,8 @@ _ARGUMENTS = {
     "token_ids": ("token_ids", "input_ids", "tokens", "ids"),
     "positions": ("positions", "position_ids"),
     "write_slots": _SLOTS,
-    "prefix_lens": ("prefix_lens", "context_lens", "cached_lens", "starts"),
-    "seq_lens": ("seq_lens", "lengths", "kv_lens"),
+    "prefix_lens": ("prefix_lens", "cached_lens", "starts"),
+    "seq_lens": ("seq_lens", "context_lens", "lengths", "kv_lens"),  # paged attention counts new tokens into a context
     "query_lens": ("query_lens", "counts", "num_new_tokens"),
     "query_offsets": ("query_offsets", "cu_seqlens", "cu_seqlens_q", "query_start_loc"),
 }
