@@ -305,7 +305,7 @@ class ReadScreen:
             self._entries = Entries(first, of_rows)
         reads = CleanReads(lengths, lows, self._entries, size, window)
         self._settle()
-        if not self._prove(rows, table, of_rows, lows, known, reads):
+        if not self._prove(rows, table, of_rows, lengths, lows, known, reads):
             self._proven = []
             return None
         return reads
@@ -317,11 +317,12 @@ class ReadScreen:
         rows: Rows,
         table: Rows2D,
         of_rows: list[bytes],
+        lengths: list[int],
         lows: list[int],
         known: KnownTokens | None,
         reads: CleanReads,
     ) -> bool:
-        lengths, seeds = rows.prefix_lens.tolist(), rows.seeds.tolist()
+        seeds = rows.seeds.tolist()
         tokens = None if known is None else Tokens(known)
         token_dtype = None if tokens is None else tokens.dtype
         if self._token_dtype != token_dtype:
@@ -389,21 +390,17 @@ class ReadScreen:
         for row, (start, length, low, seed, blocks) in enumerate(
             zip(starts, lengths, lows, seeds, of_rows, strict=True)
         ):
+            proven = self._proven[row] if row < len(self._proven) else None
             known = None
-            if row < len(self._proven):
-                proven = self._proven[row]
-                if tokens is not None and proven.tokens is not None:
-                    known = proven.tokens
-                    item = tokens.table.item_bytes
-                    del known[start * item :]
-                    known += tokens.octets(row, len(known) // item, length)
-                elif tokens is not None:
-                    known = bytearray(tokens.octets(row, 0, length))
-                proven.low, proven.end, proven.seed, proven.blocks, proven.tokens = low, length, seed, blocks, known
-                continue
             if tokens is not None:
-                known = bytearray(tokens.octets(row, 0, length))
-            self._proven.append(_ProvenRow(low=low, end=length, seed=seed, blocks=blocks, tokens=known))
+                known = proven.tokens if proven is not None and proven.tokens is not None else bytearray()
+                item = tokens.table.item_bytes
+                del known[start * item :]
+                known += tokens.octets(row, len(known) // item, length)
+            if proven is None:
+                self._proven.append(_ProvenRow(low=low, end=length, seed=seed, blocks=blocks, tokens=known))
+            else:
+                proven.low, proven.end, proven.seed, proven.blocks, proven.tokens = low, length, seed, blocks, known
 
     def _current_versions(self) -> tuple[int, int]:
         return self._records.table._version, self._records.block_generation._version
