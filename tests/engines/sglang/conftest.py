@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang.harness import HERE, Engine
+from tests.engines.models import made
+from tests.engines.sglang.harness import Engine
 
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    names = ["llama", "gemma3_hybrid", "olmo3_hybrid", "lora_a", "lora_b"]
-    made = subprocess.run(
-        [sys.executable, HERE.parent / "make_models.py", *names], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return Path(made.stdout.strip())
+    return made("llama", "gemma3_hybrid", "olmo3_hybrid", "lora_a", "lora_b")
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,12 @@ that ``environment.sh sglang`` makes, ``-m tests.engines.sglang.overhead``.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
-from tests.engines.sglang.harness import HERE, Engine, Session
+from tests.engines.models import made
+from tests.engines.sglang.harness import Engine, Session
 
 REQUESTS, CONTEXT, NEW_TOKENS = 8, 960, 48
 SETTINGS: dict[str, dict[str, str] | None] = {"off": None, "default": {}, "full": {"KVCANARY_CONTENT": "full"}}
@@ -33,10 +32,7 @@ def decode_rate(session: Session) -> float:
 
 
 def main(rounds: int) -> None:
-    made = subprocess.run(
-        [sys.executable, HERE.parent / "make_models.py", "llama8"], check=True, stdout=subprocess.PIPE, text=True
-    )
-    engine = Engine(Path(made.stdout.strip()))
+    engine = Engine(made("llama8"))
     rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
     with ExitStack() as stack:
         sessions = {

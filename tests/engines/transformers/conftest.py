@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engines.transformers.harness import HERE, Engine
+from tests.engines.models import made
+from tests.engines.transformers.harness import Engine
 
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    names = ["llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid"]
-    made = subprocess.run(
-        [sys.executable, HERE.parent / "make_models.py", *names], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return Path(made.stdout.strip())
+    return made("llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid")
 
 
 @pytest.fixture(scope="session")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.harness import HERE, Engine
+from tests.engines.models import made
+from tests.engines.vllm.harness import Engine
 
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    names = ["llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid", "deepseek_mla", "lora_a", "lora_b"]
-    made = subprocess.run(
-        [sys.executable, HERE.parent / "make_models.py", *names], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return Path(made.stdout.strip())
+    return made("llama", "llama_one_kv_head", "mistral_sliding", "gemma3_hybrid", "deepseek_mla", "lora_a", "lora_b")
 
 
 @pytest.fixture(scope="session")
